@@ -100,6 +100,44 @@ def test_what_a_command_becomes_composes(words: str):
     assert loaded.config.trainer.total_epochs == 3
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("sft --eval_strategy epoch --save_strategy epoch", ("after_each_epoch", "after_each_epoch")),
+        ("sft --eval_strategy steps", (10, 500)),
+        ("sft --eval_strategy steps --logging_steps 3 --save_steps 7", (3, 7)),
+        ("sft --eval_strategy steps --eval_steps 0.25 --save_steps 0.1 --max_steps 50", (13, 5)),
+        ("sft --save_steps 0.1", (None, None)),
+        ("grpo --save_strategy epoch --eval_strategy epoch", (None, None)),
+        ("grpo --save_strategy best --eval_strategy no", (None, None)),
+    ],
+)
+def test_how_often_a_run_validates_and_saves(words: str, expected: tuple[object, object]):
+    """Without eval_steps transformers takes logging_steps (TRL: 10); a number below 1 is a share of the run."""
+    conversion = convert_trl(words.split())
+    found = keys_of(conversion)
+    assert (found.get("trainer.test_freq"), found.get("trainer.save_freq")) == expected
+    told = {name for name, _, _ in conversion.unmapped}
+    for what, frequency in zip(("eval", "save"), expected, strict=True):
+        dropped = frequency is None and f"--{what}_" in words and f"--{what}_strategy no" not in words
+        assert dropped == bool(told & {f"{what}_strategy", f"{what}_steps"})
+
+
+def test_values_that_switch_something_off(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "SFTTrainer('m', args=SFTConfig(max_length=None, max_grad_norm=0, report_to=['none']), "
+        "eval_dataset=held_out, peft_config=LoraConfig())"
+    )
+    conversion = convert_trl([str(path)])
+    config = load("sft_trainer", conversion.arguments()).config
+    assert config.data.truncation == "error" and "max_length" in {name for name, _, _ in conversion.unmapped}
+    assert config.optim.clip_grad > 1e6
+    assert config.trainer.logger == load("sft_trainer").config.trainer.logger
+    assert (config.model.lora_rank, config.model.lora_alpha) == (8, 8)
+    assert "strop.sft('m', val=held_out, **keys)" in conversion.render()
+
+
 def test_losses_of_dpo_with_weights():
     found = keys_of(convert_trl(["dpo", "--loss_type", "sigmoid", "sft", "--loss_weights", "1.0", "0.2"]))
     assert found["loss.type"] == "dpo"

@@ -9,6 +9,8 @@ and optimizer updates where this configuration counts prompts and steps of sampl
 
 from __future__ import annotations
 
+import math
+
 from strop.config.openrlhf.command import Override
 from strop.config.openrlhf.convert import Conversion
 from strop.config.trl.draft import ACTOR, Draft
@@ -27,6 +29,8 @@ from strop.registry import did_you_mean
 VERBS = {"grpo": "ppo", "rloo": "ppo", "sft": "sft", "dpo": "dpo", "reward": "rm"}
 FUNCTIONS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model"}
 """TRL's trainer, and the function of `import strop` that does the same."""
+NO_CLIPPING = 1e9
+"""A norm that no gradient reaches, for max_grad_norm=0."""
 
 
 def convert_trl(words: list[str]) -> Conversion:
@@ -69,10 +73,12 @@ def _model(draft: Draft) -> None:
         draft.overrides[key] = Override(key, "nf4", "load_in_4bit", "")
     names = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
     names |= {"target_modules": "target_modules", "exclude_modules": "exclude_modules"}
-    lora = dict(draft.run.lora)
-    if lora:
-        lora.setdefault("r", 8)  # peft's defaults
-        lora.setdefault("lora_alpha", 8)
+    lora = draft.run.lora
+    if lora and "target_modules" not in lora:
+        draft.notes.append(
+            "Adapters are on all linear layers. peft has a default for each kind of model, for most "
+            f"[q_proj,v_proj]: set {draft.section('model.target_modules')} for the same."
+        )
     for name, value in lora.items():
         if isinstance(value, Expression):
             draft.unmapped.append((name, value.text, "its value is known only when the script runs"))
@@ -112,7 +118,7 @@ def _optimizer(draft: Draft) -> None:
     draft.put(draft.section("optim.betas"), betas, "adam_beta1", "adam_beta2")
     clip = f"{ACTOR}.grad_clip" if draft.run.trainer in RL else "optim.clip_grad"
     if draft.given("max_grad_norm"):
-        draft.put(clip, draft.number("max_grad_norm"), "max_grad_norm")
+        draft.put(clip, draft.number("max_grad_norm") or NO_CLIPPING, "max_grad_norm")
     if draft.given("router_aux_loss_coef"):
         section = ACTOR if draft.run.trainer in RL else "model"
         draft.put(f"{section}.aux_loss_coef", draft.value("router_aux_loss_coef"), "router_aux_loss_coef")
@@ -134,17 +140,32 @@ def _precision(draft: Draft) -> None:
         draft.put(f"{section}.dtype", dtype, "bf16", "fp16")
 
 
+def _frequency(draft: Draft, what: str, key: str) -> None:
+    """save_strategy and save_steps, or eval_strategy and eval_steps."""
+    strategy = draft.value(f"{what}_strategy")
+    if strategy == "epoch" and draft.run.trainer not in RL:
+        draft.put(key, "after_each_epoch", f"{what}_strategy")
+    elif strategy == "steps":
+        name = f"{what}_steps"
+        if not draft.value(name):  # transformers evaluates as often as it logs
+            name = "logging_steps"
+        every = draft.number(name)
+        if every < 1:
+            every = math.ceil(every * max(draft.number("max_steps"), 0))
+        if every:
+            draft.put(key, max(1, round(every / updates_per_step(draft))), name)
+        else:
+            share = f"a share of all steps, whose number max_steps does not say; set {key} to a number"
+            draft.unmapped.append((name, str(draft.value(name)), share))
+    elif strategy != "no":
+        draft.unmapped.append((f"{what}_strategy", str(strategy), f"set {key} to a number of steps"))
+
+
 def _saving(draft: Draft) -> None:
     """Checkpoints, validation, trackers and the length in epochs."""
     updates = updates_per_step(draft)
-    if draft.value("save_strategy") == "epoch" and draft.run.trainer not in RL:
-        draft.put("trainer.save_freq", "after_each_epoch", "save_strategy")
-    elif draft.value("save_strategy") == "steps":
-        every = max(1, round(draft.number("save_steps") / updates))
-        draft.put("trainer.save_freq", every, "save_steps")
-    if draft.value("eval_strategy") == "steps":
-        evaluate = "eval_steps" if draft.value("eval_steps") is not None else "save_steps"
-        draft.put("trainer.test_freq", max(1, round(draft.number(evaluate) / updates)), "eval_steps")
+    _frequency(draft, "save", "trainer.save_freq")
+    _frequency(draft, "eval", "trainer.test_freq")
     if draft.value("save_total_limit") is not None:
         kept = "max_actor_ckpt_to_keep" if draft.run.trainer in RL else "max_ckpt_to_keep"
         draft.put(f"trainer.{kept}", draft.value("save_total_limit"), "save_total_limit")
@@ -157,9 +178,10 @@ def _saving(draft: Draft) -> None:
         if epochs != round(epochs):
             draft.notes.append(f"num_train_epochs={epochs:g} was rounded: epochs are whole numbers here.")
     wanted = draft.value("report_to")
-    if wanted not in (None, "none", "all"):
-        names = wanted if isinstance(wanted, list) else [wanted]
-        draft.put("trainer.logger", ["console", "file", *names], "report_to")
+    names = wanted if isinstance(wanted, list) else [wanted]
+    trackers = [name for name in names if name not in (None, "none", "all")]
+    if trackers:
+        draft.put("trainer.logger", ["console", "file", *trackers], "report_to")
 
 
 def _supervised(draft: Draft) -> None:
@@ -174,10 +196,18 @@ def _supervised(draft: Draft) -> None:
     )
     side = "right" if draft.value("truncation_mode") == "keep_start" else "left"
     draft.put("data.truncation", side, "truncation_mode", why="a row that is too long is an error by default")
+    if draft.run.config.get("max_length", 0) is None:
+        del draft.overrides["data.max_length"]
+        draft.put("data.truncation", "error", "max_length", why="no row is cut there")
+        reason = "rows have no limit there; `strop check` names the longest one for data.max_length"
+        draft.unmapped.append(("max_length", "None", reason))
     if draft.run.trainer == "sft":
         _sft(draft)
     if draft.run.trainer in PAIRS:
         draft.overrides["prompt"] = Override("data.prompt_key", "prompt", "", "TRL's name of the column")
+        draft.notes.append(
+            "Where chosen and rejected hold whole conversations, leave out data.prompt_key=prompt."
+        )
     if draft.run.trainer == "dpo":
         _dpo(draft)
 
@@ -233,7 +263,7 @@ def _python_call(draft: Draft) -> list[str]:
     call = [_shown(given.get("model", Expression("model")))]
     names = {
         "train_dataset": "train",
-        "eval_dataset": "validation",
+        "eval_dataset": "val",
         "reward_funcs": "reward",
         "tools": "tools",
     }

@@ -71,7 +71,7 @@ def read_script(path: Path) -> TrlRun:
     for name, call in _constructor_calls(tree):
         arguments = _arguments(call, constants)
         if name == "LoraConfig":
-            lora = arguments
+            lora = {"r": 8, "lora_alpha": 8, **arguments}  # peft's defaults
             continue
         prefix, kind = _split_class(name)
         run = runs.setdefault(prefix, TrlRun(TRAINERS[prefix], source=str(path)))
@@ -125,6 +125,9 @@ _LORA_FLAGS = {
     "lora_target_modules": "target_modules",
 }
 
+USE_PEFT = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+"""Defaults of TRL's --lora_r, --lora_alpha and --lora_dropout."""
+
 
 def _put_flag(run: TrlRun, name: str, values: list[str]) -> None:
     read = [_word(value) for value in values]
@@ -139,8 +142,7 @@ def _put_flag(run: TrlRun, name: str, values: list[str]) -> None:
         run.lora[_LORA_FLAGS[name]] = value
     elif name == "use_peft":
         if value is True:
-            run.lora.setdefault("r", 16)  # the defaults of TRL's --lora_r and --lora_alpha
-            run.lora.setdefault("lora_alpha", 32)
+            run.lora = {**USE_PEFT, **run.lora}
     elif name == "load_in_4bit":
         run.given[name] = value
     else:

@@ -95,6 +95,7 @@ COMBINED = {
     "save_strategy": "steps",
     "eval_steps": None,
     "eval_strategy": "no",
+    "logging_steps": 10,
     "save_total_limit": None,
     "lr_scheduler_type": "linear",
     "warmup_steps": 0,
