@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from strop.api.rows import Data, PlainRow, RowKeys, is_files, open_files, prompt
 from strop.api.settings import Settings
 from strop.api.table import Table
 from strop.config.compose import load
+from strop.data.fetch import FORMATS
 from strop.data.schema import to_plain
 from strop.rewards.signatures import without_facts
 
@@ -139,6 +141,10 @@ def _scored_row(prompt: ScoredPrompt) -> dict[str, object]:
 
 
 def _prompt_rows(prompts: Data | Sequence[str]) -> list[PlainRow]:
+    if isinstance(prompts, str) and not (prompts.endswith(FORMATS) or os.path.exists(prompts)):
+        raise ValueError(
+            f"prompts is one text, {prompts[:40]!r}. Give a list of texts, or the path of a file."
+        )
     if is_files(prompts):
         rows = read_rows(open_files(prompts, "prompts"), "prompts")
     elif isinstance(prompts, list | tuple) and all(isinstance(prompt, str) for prompt in prompts):

@@ -99,6 +99,7 @@ def _about(name: str) -> str:
     lines += ["", f"type:      {type_name(text.type)}", f"default:   {default_text(text)}"]
     lines += [f"{label + ':':<10} {value}" for label, value in limits(text)]
     lines.append(f"found in:  {', '.join(roots)}")
+    lines += _other_forms(text, roots)
     if text.inert:
         lines.append(f"read by:   none; {text.inert}")
     else:
@@ -117,6 +118,23 @@ def _about(name: str) -> str:
     if longer:
         lines.append(f"see also:  {', '.join(sorted(longer))}")
     return "\n".join(lines) + "\n"
+
+
+def _other_forms(key: Key, roots: list[str]) -> list[str]:
+    """The default and the meaning of a key in the configurations where they are not those of `key`."""
+    forms: dict[tuple[str, str, str], list[str]] = {}
+    for root in roots:
+        own = next(other for other in keys(ROOTS[root]) if other.path == key.path)
+        forms.setdefault((type_name(own.type), default_text(own), own.doc), []).append(root)
+    forms.pop((type_name(key.type), default_text(key), key.doc))
+    lines: list[str] = []
+    for (kind, default, doc), where in forms.items():
+        kinds = "" if kind == type_name(key.type) else f"{kind}, "
+        meaning = "" if doc == key.doc else f": {doc}"
+        lines += textwrap.wrap(
+            f"in {', '.join(where)} ({kinds}default {default}){meaning}", 118, subsequent_indent="  "
+        )
+    return lines
 
 
 def _reader_lines(key: Key, roots: list[str]) -> list[str]:

@@ -197,7 +197,7 @@ class DpoTask:
         entry = PREFERENCE_LOSSES.entry(settings.type)
         function = entry.load()
         average: bool = entry.facts["length_normalised"]
-        if settings.type == "ipo":
+        if entry.name == "ipo":
             average = self.rules.ipo_log_probs == "averaged"
         if settings.length_normalized is not None:
             average = settings.length_normalized

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.config.commandline import parse
 from strop.config.compose import load
+from strop.config.openrlhf.convert import hydra_value
 from strop.errors import answer
 from strop.registry import load_plugins
 from strop.shared.process_setup import prepare_process
@@ -25,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(words)
     overrides = list(options.overrides)
     if pair:
-        overrides.append(f"data.path=[{','.join(pair)}]")
+        overrides.append(f"data.path={hydra_value(pair)}")
     loaded = load("evaluation", overrides, options.config, options.search)
     from strop.preflight.examine import require
 
@@ -42,11 +44,16 @@ def _take_pair(words: list[str]) -> tuple[list[str], list[str]]:
         return words, []
     at = words.index(COMPARE)
     pair = words[at + 1 : at + 3]
-    if len(pair) < 2 or any("=" in name or name.startswith("-") for name in pair):
+    if len(pair) < 2 or any(_is_no_file(name) for name in pair):
         raise ValueError(
             f"{COMPARE} needs two files: strop eval {COMPARE} BEFORE.parquet AFTER.parquet [key=value ...]."
         )
     return words[:at] + words[at + 3 :], pair
+
+
+def _is_no_file(word: str) -> bool:
+    """Whether a word of the command line is an option or key=value; the name of a file may hold `=` too."""
+    return word.startswith("-") or ("=" in word and not Path(word).is_file())
 
 
 def _evaluate(config: EvaluationConfig) -> int:

@@ -29,6 +29,11 @@ def test_a_model_answers(task: Path) -> None:
     assert table["prompt"] == ["1+1=", "2+2="] and [len(row) for row in table["responses"]] == [2, 2]  # type: ignore[arg-type]
 
 
+def test_one_text_is_not_a_file_of_prompts(task: Path) -> None:
+    with pytest.raises(ValueError, match="prompts is one text, 'two'"):
+        strop.generate(task / "model", "two")
+
+
 @pytest.mark.parametrize("reward", [right, right_in_lists, [right, right_in_lists]])
 def test_responses_are_scored(reward: object) -> None:
     found = strop.evaluate(None, ANSWERED, reward)  # type: ignore[arg-type]

@@ -87,6 +87,7 @@ def test_values_are_converted_like_people_mean_them():
         ("ppo_mini_batch_size=3", ["actor_rollout_ref.actor.ppo_mini_batch_size"]),
         ("actor_rollout_ref.actor.optim.lr=fast", ["expected number", "'fast'"]),
         ("data.train_batch_size=1.5", ["expected whole number", "1.5"]),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap=two", ["tis_imp_ratio_cap: expected number, got 'two'"]),
         ("data.train_batch_size=inf", ["expected whole number", "inf"]),
         (f"actor_rollout_ref.actor.optim.lr={'9' * 400}", ["expected number", "999"]),
         ("critic.checkpoint.save_contents=[model,optimiser]", ["'optimiser'", "'optimizer'"]),

@@ -49,6 +49,17 @@ def test_explain_one_key():
         assert words in text
 
 
+def test_explain_says_where_a_key_has_another_default_or_meaning():
+    text = explain("data.train_batch_size")
+    assert "default:   1024\n" in text
+    assert "in sft_trainer (default 256): Rows per optimizer update, over all devices.\n" in text
+    assert "in rm_trainer (default 128): PAIRS per optimizer update, over all devices.\n" in text
+    assert "whole number or text, default -1): Save a checkpoint every N STEPS" in explain(
+        "trainer.save_freq"
+    )
+    assert "\nin " not in explain("trainer.project_name")
+
+
 def test_explain_understands_old_names_and_openrlhf_flags():
     assert explain("trainer.val_generations_to_log_to_wandb").startswith("trainer.log_val_generations")
     assert explain("--rollout.n_samples_per_prompt").startswith("actor_rollout_ref.rollout.n")

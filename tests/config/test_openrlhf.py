@@ -367,6 +367,9 @@ def test_a_conversation_column():
     found = values(convert(["train_sft", "--apply_chat_template", "--input_key", "messages", "--multiturn"]))
     assert found["data.multiturn.enable"] is True and found["data.multiturn.messages_key"] == "messages"
     assert "data.input_template" not in found
+    last = values(convert(["train_sft", "--apply_chat_template", "--input_key", "messages"]))
+    assert "data.multiturn.enable" not in last  # every turn would be trained, there it is the last one
+    assert (last["data.prompt_key"], last["data.response_key"]) == ("messages", None)
 
 
 def test_mixed_generations_are_read_and_mentioned():

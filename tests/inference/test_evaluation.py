@@ -202,6 +202,9 @@ def test_files_without_a_prompt_in_common(tmp_path):
         run(["--compare", a, b])
     with pytest.raises(ValueError, match="--compare needs two files"):
         run(["--compare", a, "data.prompt_key=x"])
+    odd = tmp_path / "lr=1e-6 (2)"
+    odd.mkdir()
+    assert run(["--compare", a, write(odd / "b, c.parquet", GSM8K[:1])]) == 0
 
 
 def test_repeated_prompts_are_matched_in_their_order(tmp_path):

@@ -97,7 +97,7 @@ def pairs(rows: slice) -> PairBatch:
     ],
 )
 def test_log_probs_of_ipo(compat: str, normalized: bool | None, averages: bool) -> None:
-    config = DpoLossConfig(type="ipo", beta=0.1, length_normalized=normalized)
+    config = DpoLossConfig(type="IPO", beta=0.1, length_normalized=normalized)  # case does not matter
     answers = LOG_PROBS.sum(-1)
     if averages:
         answers = answers / LENGTHS

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 
 from strop.config.aliases.row import SUPERVISED, Alias, Translation, under
+from strop.config.typed import ConfigError
+
+_CAP = "actor_rollout_ref.actor.tis_imp_ratio_cap"
 
 
 def _ratio_cap(prefix: str, cap: object) -> dict[str, object]:
     correction = "algorithm.rollout_correction."
-    if isinstance(cap, int | float | str) and float(cap) > 0:
+    try:
+        on = float(str(cap)) > 0
+    except ValueError:
+        raise ConfigError(f"{_CAP}: expected number, got {cap!r}.") from None
+    if on:
         return {f"{correction}rollout_is": "token", f"{correction}rollout_is_threshold": cap}
     return {f"{correction}rollout_is": None}
 
@@ -123,7 +130,7 @@ VERL_0_7: tuple[Alias, ...] = (
     Alias("*.fsdp_config.min_num_params", ("{prefix}.fsdp_config.wrap_policy.min_num_params",), "moved"),
     Alias("*.fsdp_config.cpu_offload", ("{prefix}.fsdp_config.offload_policy",), "renamed"),
     Alias("*.fsdp_config.offload_params", ("{prefix}.fsdp_config.param_offload",), "renamed"),
-    Alias("actor_rollout_ref.actor.tis_imp_ratio_cap", _ratio_cap, "now part of rollout_correction"),
+    Alias(_CAP, _ratio_cap, "now part of rollout_correction"),
     Alias(
         "algorithm.rollout_correction.use_policy_gradient",
         lambda _, value: {"algorithm.rollout_correction.loss_type": "reinforce" if value else "ppo_clip"},

@@ -224,22 +224,20 @@ def columns(draft: ConversionDraft) -> None:
     column = "data.input_key"
     answer = "data.output_key"
     turns = "data.multiturn"
-    conversation = draft.value("data.apply_chat_template") and not draft.value(answer)
-    if draft.value(turns) or conversation:
+    if draft.value(turns):
         draft.put("data.multiturn.enable", True, turns, column, why="rows hold whole conversations")
         draft.put(
             "data.multiturn.messages_key", draft.value(column), column, why="column of the conversation"
         )
-        if not draft.value(turns):
-            draft.notes.append(
-                "Without --multiturn OpenRLHF trains the last message of a conversation; here every "
-                "assistant turn is."
-            )
         if draft.value(answer):
             draft.drop(answer, "a conversation is one column; append the answer to it")
         return
     draft.put("data.prompt_key", draft.value(column), column)
-    draft.put("data.response_key", draft.value(answer), answer)
+    if draft.value("data.apply_chat_template") and not draft.value(answer):
+        last = "the column holds whole conversations, of which the last message is trained"
+        draft.put("data.response_key", None, column, why=last)
+    else:
+        draft.put("data.response_key", draft.value(answer), answer)
 
 
 def sft_template(draft: ConversionDraft) -> None:
