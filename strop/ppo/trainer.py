@@ -284,6 +284,7 @@ class PpoTrainer:
                 [trajectories[row] for row in heads],
                 max_prompt_length=data.max_prompt_length,
                 max_response_length=data.max_response_length,
+                has_task_reward=self.facts.has_task_reward,
             )
         )
         devices = self.plan.devices

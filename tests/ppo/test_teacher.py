@@ -68,6 +68,8 @@ def test_the_student_approaches_the_teacher_without_any_score(distilled, tmp_pat
     assert steps[10]["distillation/reverse_kl"] < 0.5 * steps[1]["distillation/reverse_kl"]
     assert steps[10]["distillation/teacher_log_prob"] > steps[1]["distillation/teacher_log_prob"]
     assert steps[1]["timing_s/teacher"] > 0
+    shown = {name.rpartition("/")[0] for name in steps[1] if name.startswith("critic/")}
+    assert shown == {"critic/advantages"}  # no score of 0 where nothing was scored
 
 
 def _failing(folder):

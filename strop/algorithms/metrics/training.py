@@ -81,11 +81,21 @@ class StepRecord:
 
 # --- scores, lengths, turns ---------------------------------------------------------------------------------
 
+_OF_SCORES = ("critic/score/", "critic/rewards/", "critic/returns/")
+
 
 def step_metrics(
-    batch: Batch, trajectories: Sequence[Trajectory], *, max_prompt_length: int, max_response_length: int
+    batch: Batch,
+    trajectories: Sequence[Trajectory],
+    *,
+    max_prompt_length: int,
+    max_response_length: int,
+    has_task_reward: bool = True,
 ) -> dict[str, float]:
-    """Scores, advantages, lengths and turns. A sample without a score counts in lengths and turns only."""
+    """Scores, advantages, lengths and turns. A sample without a score counts in lengths and turns only.
+
+    `has_task_reward`: False if no sample is scored, so that there are advantages only.
+    """
     measure = partial(
         batch_metrics, max_prompt_length=max_prompt_length, max_response_length=max_response_length
     )
@@ -97,6 +107,8 @@ def step_metrics(
         if scored:
             of_scored = measure(batch.select(scored), [turns[row] for row in scored])
             metrics |= {name: value for name, value in of_scored.items() if name.startswith("critic/")}
+    if not has_task_reward:
+        return {name: value for name, value in metrics.items() if not name.startswith(_OF_SCORES)}
     return metrics | zero_variance(trajectories)
 
 
