@@ -242,6 +242,12 @@ def _criterion(name: str, limit: float | str) -> tuple[str, float | None, float]
         )
     numbers = _numbers(f"rollout_rs_threshold of {name}", limit)
     if name.endswith("k1"):
+        if len(numbers) == 1 and numbers[0] < 1:
+            raise ValueError(
+                f"rollout_rs_threshold of {name} is the upper bound of a ratio, from 1 on: with {limit!r}, "
+                f"which stands for '{1 / numbers[0]:g}_{numbers[0]:g}', every token would be rejected. Give "
+                f"{1 / numbers[0]:g}, or a band 'lo_hi'."
+            )
         if len(numbers) == 1:
             numbers = [1 / numbers[0], numbers[0]]
         return name, math.log(numbers[0]), math.log(numbers[1])

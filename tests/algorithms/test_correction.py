@@ -185,6 +185,8 @@ def test_errors_say_what_to_write() -> None:
         rejection_mask(D, MASK, criteria="seq_max_k1", threshold=2)
     with pytest.raises(ValueError, match="2 values but rollout_rs names 3 criteria"):
         rejection_mask(D, MASK, criteria="token_k1,token_k2,token_k3", threshold="1,2")
+    with pytest.raises(ValueError, match=r"every token would be rejected\. Give 2, or a band"):
+        rejection_mask(D, MASK, criteria="seq_mean_k1", threshold=0.5)
     with pytest.raises(ValueError, match="needs rollout_rs_threshold"):
         rejection_mask(D, MASK, criteria="token_k1", threshold=None)
     with pytest.raises(ValueError, match="bands are for k1"):

@@ -144,6 +144,16 @@ def test_single_tokens_and_empty_responses_are_finite(name: str, mask: list[list
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_ratio_that_overflows_is_finite(name: str) -> None:
+    """A group of equal scores has advantage 0, and 0 times an infinite ratio is NaN."""
+    tensors = {key: value.float() for key, value in batch(16).items()}
+    tensors["advantages"] = torch.zeros_like(tensors["advantages"])
+    tensors["old_log_probs"] = torch.full_like(tensors["log_probs"], -120.0)
+    loss, grad = value_and_gradient(name, tensors, Totals.of(tensors["mask"]))
+    assert math.isfinite(loss) and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_on_policy_gradient_is_the_policy_gradient(name: str) -> None:
     """At r = 1 nothing is clipped, and every objective starts as REINFORCE: dl/d log π = -A (in its own reduction)."""
     tensors = batch(15) | {"mask": torch.ones(5, 6)}

@@ -84,6 +84,15 @@ def test_settings_of_a_row_do_not_touch_the_others() -> None:
     ]
 
 
+def test_a_top_p_of_many_tokens_of_a_top_k_is_the_same_in_any_batch() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 2000) * 2
+    alone = SamplingTensors(top_k=torch.tensor([300]), max_top_k=300, top_p=torch.tensor([0.6]))
+    mixed = SamplingTensors(top_k=torch.tensor([300, ALL]), max_top_k=ALL, top_p=torch.tensor([0.6, 1.0]))
+    found = sampler.probabilities(logits, mixed)[:1]
+    assert torch.equal(found > 0, sampler.probabilities(logits[:1], alone) > 0)
+
+
 def test_a_nucleus_wider_than_the_candidates_is_still_exact() -> None:
     flat = torch.zeros(1, 4000)
     seen = {

@@ -46,7 +46,7 @@ def clip_cov(
     """
     require_clip_range(clip_low, clip_high)
     (advantages,) = inside(mask, advantages=advantages)
-    x = log_ratio(log_probs, old_log_probs, mask, limit=None)
+    x = log_ratio(log_probs, old_log_probs, mask)
     ratio = x.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -73,7 +73,7 @@ def kl_cov(
     """KL-Cov: l = -A r, plus coef |x| for the share `kl_cov_ratio` of tokens (at least one) with the highest
     covariance."""
     (advantages,) = inside(mask, advantages=advantages)
-    x = log_ratio(log_probs, old_log_probs, mask, limit=None)
+    x = log_ratio(log_probs, old_log_probs, mask)
     restrained = torch.zeros_like(x, dtype=torch.bool)
     trained = mask.flatten().nonzero().squeeze(-1)
     if len(trained):

@@ -204,7 +204,8 @@ def _apply_top_k_top_p(weights: Tensor, total: Tensor, settings: SamplingTensors
         width = size  # a sort is cheaper than a sync to check whether fewer are enough
     values, index = weights.topk(width, sorted=True)
     while not bounded and width < size:
-        reached = whole | (top_k <= width) | (values.double().sum(-1) >= total * top_p)
+        # A row with a top-k needs all of its k: top-p is a share of their weight.
+        reached = whole | (top_k <= width) | ((top_k >= size) & (values.double().sum(-1) >= total * top_p))
         if bool(reached.all()):
             break
         width = min(size, width * 8)
