@@ -145,7 +145,8 @@ def build_reward_model(
     """A frozen reward model; its folder must hold the scalar head. Adapters are merged into its weights."""
     model = _scalar_model(settings, dtype, new_head=False, weights=weights)
     if settings.lora_adapter_path and weights:
-        model = load_adapters(model, settings.lora_adapter_path).merge_and_unload()
+        adapted = load_adapters(model, settings.lora_adapter_path, only_lora=False)
+        model = adapted.merge_and_unload()
     return model.requires_grad_(False).eval()
 
 

@@ -25,6 +25,11 @@ from strop.models.heads import HEAD
 from strop.models.nf4.layers import Nf4Linear, dense_weight, dequantize_layers
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_BEYOND_LORA = (
+    *("use_dora", "use_qalora", "alora_invocation_tokens", "arrow_config"),
+    *("lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication"),
+)
+"""Keys of adapter_config.json with which the model computes more than W x + scale B A x."""
 
 
 def add_adapters(
@@ -100,8 +105,9 @@ def _linears(model: nn.Module) -> list[str]:
     return sorted(found)
 
 
-def load_adapters(model: nn.Module, path: str) -> Any:
-    """`model` with the adapters of a folder, ready to be trained further."""
+def load_adapters(model: nn.Module, path: str, *, only_lora: bool = True) -> Any:
+    """`model` with the adapters of a folder, ready to be trained further. `only_lora`: refuse adapters of
+    other kinds, which `merged_weights` and `adapters_off` would leave out; peft itself can merge them."""
     peft = require("peft", extra="lora", why="lora_adapter_path")
     folder = Path(path).expanduser()
     if not (folder / "adapter_config.json").is_file():
@@ -112,7 +118,9 @@ def load_adapters(model: nn.Module, path: str) -> Any:
         raise ValueError(
             f"lora_adapter_path={path!r} holds no weights: there is none of {', '.join(ADAPTER_FILES)} in it."
         )
-    _refuse_imports(folder / "adapter_config.json")
+    said = _adapter_config(folder / "adapter_config.json")
+    if only_lora:
+        _refuse_other_kinds(path, said)
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
@@ -123,16 +131,34 @@ def load_adapters(model: nn.Module, path: str) -> Any:
     return _train_head(adapted)
 
 
-def _refuse_imports(file: Path) -> None:
-    """With megatron_config, peft imports the module that the file calls megatron_core, whatever it is."""
+def _adapter_config(file: Path) -> dict[str, Any]:
+    """What an adapter_config.json says. Refused is one with megatron_config: peft imports the module that it
+    calls megatron_core, whatever it is."""
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    if isinstance(said, dict) and said.get("megatron_config"):
+    if not isinstance(said, dict):
+        raise ValueError(f"{file} is not the configuration of an adapter: it holds a {type(said).__name__}.")
+    if said.get("megatron_config"):
         raise ValueError(
             f"{file} sets megatron_config, with which peft imports a module by name. Adapters of Megatron "
             "layers are not supported; take megatron_config out."
+        )
+    return said
+
+
+def _refuse_other_kinds(path: str, said: Mapping[str, Any]) -> None:
+    beyond = [f"{key}={said[key]!r}" for key in _BEYOND_LORA if said.get(key)]
+    if said.get("peft_type", "LORA") != "LORA":
+        beyond.append(f"peft_type={said['peft_type']!r}")
+    if said.get("bias", "none") != "none":
+        beyond.append(f"bias={said['bias']!r}")
+    if beyond:
+        raise ValueError(
+            f"The adapter of lora_adapter_path={path!r} has {', '.join(beyond)}; Strop trains and exports "
+            "LoRA with A and B alone. Merge it into the model with peft (merge_and_unload, save_pretrained), "
+            "give that folder as the model, and set lora_rank to train new adapters."
         )
 
 

@@ -130,12 +130,14 @@ def _no_dropout(model: nn.Module, context: PatchContext) -> list[Change]:
 
 
 def _dropouts(model: nn.Module) -> Iterator[Change]:
+    """Modules of dropout, and rates that a forward pass reads from its module (`residual_dropout`,
+    `router_jitter_noise` ...)."""
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p:
             yield SetAttribute(module, "p", 0.0)
-        for name in ("attention_dropout", "attn_dropout", "dropout_p"):
-            rate = getattr(module, name, None)
-            if isinstance(rate, float) and rate:
+        rates = [name for name, value in vars(module).items() if isinstance(value, float) and value]
+        for name in rates:
+            if "drop" in name or "jitter" in name:
                 yield SetAttribute(module, name, 0.0)
 
 

@@ -9,15 +9,20 @@ import sys
 import numpy as np
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    MixtralConfig,
+    OPTConfig,
+    Starcoder2Config,
 )
 
 from strop.backends.fsdp.shard import saved_slices
 from strop.config.schema.model import ModelConfig
 from strop.models.build import (
+    adopt_policy,
     build_critic,
     build_policy,
     build_reference,
@@ -28,8 +33,9 @@ from strop.models.build import (
 from strop.models.forward import response_outputs, sequence_scores
 from strop.models.heads import RewardStatistics, reward_statistics, set_reward_statistics
 from strop.models.load import resolve
+from strop.models.patches import undo_patches
 from strop.quickstart.tiny_model import tiny_tokenizer
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import SIZE, tiny_batch, tiny_model
 
 
 @pytest.fixture
@@ -59,6 +65,25 @@ def test_dropout_is_switched_off(tmp_path):
     model.save_pretrained(tmp_path)
     policy = build_policy(ModelConfig(path=str(tmp_path))).train()
     assert torch.equal(log_probs(policy), log_probs(policy))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPTConfig(vocab_size=61, hidden_size=32, ffn_dim=48, num_attention_heads=4, word_embed_proj_dim=32),
+        Starcoder2Config(**SIZE, residual_dropout=0.3, embedding_dropout=0.3),
+        MixtralConfig(**SIZE, num_local_experts=4, router_jitter_noise=0.3),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_rates_that_a_forward_pass_reads_are_switched_off(config):
+    model = AutoModelForCausalLM.from_config(config).train()
+    noisy = log_probs(model)
+    assert not torch.equal(noisy, log_probs(model))
+    policy = adopt_policy(model, ModelConfig()).train()
+    assert torch.equal(log_probs(policy), log_probs(policy))
+    undo_patches(policy)
+    assert not torch.equal(log_probs(policy), log_probs(policy))
 
 
 def test_things_that_are_no_models(tmp_path):
@@ -190,6 +215,26 @@ def test_lora_from_the_configuration(folder, tmp_path):
     assert any(p.requires_grad for p in again.parameters())
     with pytest.raises(ValueError, match="holds no adapter"):
         build_policy(ModelConfig(path=str(folder), lora_adapter_path=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), "use_dora=True"),
+        (LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True), "lora_bias=True"),
+        (
+            LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+            r"modules_to_save=\['lm_head",
+        ),
+        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), "bias='all'"),
+        (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "peft_type='IA3'"),
+    ],
+)
+def test_adapters_that_an_export_would_leave_out_are_refused(folder, tmp_path, kind, said):
+    get_peft_model(tiny_model(), kind).save_pretrained(tmp_path / "adapter")
+    settings = ModelConfig(path=str(folder), lora_adapter_path=str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match=f"has {said}.*Merge it into the model"):
+        build_policy(settings)
 
 
 def test_adapters_that_cannot_be_read(folder, tmp_path):
