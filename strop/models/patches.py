@@ -130,8 +130,7 @@ def _no_dropout(model: nn.Module, context: PatchContext) -> list[Change]:
 
 
 def _dropouts(model: nn.Module) -> Iterator[Change]:
-    """Modules of dropout, and rates that a forward pass reads from its module (`residual_dropout`,
-    `router_jitter_noise` ...)."""
+    """Modules of dropout, and rates that other modules keep (`residual_dropout`, `router_jitter_noise`)."""
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p:
             yield SetAttribute(module, "p", 0.0)
