@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from strop.backends.base import Outputs
 from strop.config.schema.ppo import PpoConfig
 from strop.data.chat import Chat
 from strop.ppo.experience import ExperienceFacts, add_advantages
@@ -57,7 +58,7 @@ class StepOutput:
     """What the loss reports; the names are those of a training run."""
     log_probs: list[Tensor | None] = field(default_factory=list)
     """Of the response tokens of each row. None: the row has no gradient and was not computed (see
-    actor.skip_zero_advantages)."""
+    actor.skip_zero_advantages), or log-probs were not wanted."""
 
 
 # --- prompts ------------------------------------------------------------------------------------------------
@@ -222,3 +223,10 @@ def check_trains(batch: Batch) -> None:
 def split_rows(table: Tensor, batch: Batch) -> list[Tensor]:
     """[B, T] as one tensor per row, without padding."""
     return [row[:length] for row, length in zip(table, batch.response_lengths.tolist(), strict=True)]
+
+
+def row_log_probs(outputs: Outputs, batch: Batch) -> list[Tensor | None]:
+    """The log-probs of each row; None where they were not wanted."""
+    if outputs.log_probs is None:
+        return [None] * len(batch)
+    return list(split_rows(outputs.log_probs, batch))

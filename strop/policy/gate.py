@@ -18,7 +18,8 @@ class Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._sampling: Counter[asyncio.AbstractEventLoop] = Counter()
-        self._training = False
+        self._training: int | None = None
+        """The thread of the training operation."""
         self._trainers_waiting = 0
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
@@ -26,20 +27,21 @@ class Gate:
     def training(self) -> Iterator[None]:
         """Alone in the block. Samples that come later wait."""
         with self._changed:
+            self._refuse_nested()
             self._refuse_own_loop()
             self._trainers_waiting += 1
             try:
-                self._changed.wait_for(lambda: not self._training and not self._sampling)
-                self._training = True
+                self._changed.wait_for(lambda: self._training is None and not self._sampling)
+                self._training = threading.get_ident()
             finally:
                 self._trainers_waiting -= 1
-                if not self._training:  # interrupted: samples that waited for this operation may begin
+                if self._training is None:  # interrupted: samples that waited for this operation may begin
                     self._wake()
         try:
             yield
         finally:
             with self._changed:
-                self._training = False
+                self._training = None
                 self._wake()
 
     @asynccontextmanager
@@ -48,7 +50,8 @@ class Gate:
         loop = asyncio.get_running_loop()
         while True:
             with self._changed:
-                if not self._training and not self._trainers_waiting:
+                self._refuse_nested()
+                if self._training is None and not self._trainers_waiting:
                     self._sampling[loop] += 1
                     break
                 sleeper: asyncio.Future[None] = loop.create_future()
@@ -71,6 +74,14 @@ class Gate:
         for loop, sleeper in sleepers:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_finish, sleeper)
+
+    def _refuse_nested(self) -> None:
+        """Refuse an operation inside another one, for which it would wait."""
+        if self._training == threading.get_ident():
+            raise ValueError(
+                "An operation of the policy was called inside another one, by a loss function: it could "
+                "never begin. Call it before, and use its result in the function."
+            )
 
     def _refuse_own_loop(self) -> None:
         try:

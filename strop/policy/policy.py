@@ -35,6 +35,7 @@ from strop.policy.batches import (
     check_trains,
     pairs_batch,
     prompt_of,
+    row_log_probs,
     split_rows,
     training_batch,
     with_advantages,
@@ -298,9 +299,8 @@ class Policy:
             if isinstance(loss, str):
                 return self._core.evaluate(rows, loss, settings, aggregation, adapter)
             outputs = self._core.forward(rows, want, adapter)
-            assert outputs.log_probs is not None
             value = float(own_value(loss, outputs, rows, gradient=False))
-            return StepOutput(value, {}, list(split_rows(outputs.log_probs, rows)))
+            return StepOutput(value, {}, row_log_probs(outputs, rows))
 
     def forward_backward(
         self,

@@ -32,6 +32,7 @@ from strop.rollout.base import (
     num_embeddings,
     refuse_more,
 )
+from strop.rollout.cancellation import result_when_free
 from strop.rollout.position_limit import resolve_max_model_len
 
 if TYPE_CHECKING:
@@ -186,7 +187,8 @@ class HfEngine:
         return Completion(ids, log_probs, finish, self.version)
 
     async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
-        return (await asyncio.to_thread(self.generate, [request], sampling))[0]
+        work = asyncio.ensure_future(asyncio.to_thread(self.generate, [request], sampling))
+        return (await result_when_free(work))[0]
 
     def update_weights(self, weights: NamedWeights, version: int) -> None:
         with self._lock:

@@ -111,6 +111,23 @@ def test_a_training_operation_in_the_loop_of_its_samples_is_refused(policy: Poli
     asyncio.run(both())
 
 
+def test_an_operation_in_a_loss_function_is_refused(policy: Policy) -> None:
+    """It would wait for the operation that called the function, for ever."""
+    data = rows(policy)
+
+    def asks(outputs: Outputs, batch: Batch) -> Tensor:
+        return mean_loss(outputs, batch) + policy.log_probs([([1], [2])])[0].sum()
+
+    def samples(outputs: Outputs, batch: Batch) -> Tensor:
+        asyncio.run(policy.asample(PROMPTS[0], max_tokens=2))
+        return mean_loss(outputs, batch)
+
+    for loss in (asks, samples):
+        with pytest.raises(ValueError, match="inside another one"):
+            policy.forward_backward(data, loss)
+    policy.forward_backward(data, mean_loss)
+
+
 def test_samples_go_on_after_a_training_operation_was_interrupted() -> None:
     gate = Gate()
 
@@ -204,6 +221,18 @@ def test_an_own_loss_gets_rows_in_their_order(policy: Policy) -> None:
 
     policy.forward_backward(data[:6], loss)
     assert seen == [[[*d.prompt, *d.response] for d in data[:6]]]
+
+
+def test_an_own_loss_may_want_no_log_probs(policy: Policy) -> None:
+    data = rows(policy)
+
+    def entropy(outputs: Outputs, batch: Batch) -> Tensor:
+        assert outputs.entropy is not None
+        return (outputs.entropy * batch.mask).sum()
+
+    found = policy.forward(data, entropy, want=["entropy"])
+    assert found.loss == pytest.approx(policy.forward_backward(data, entropy, want=["entropy"]).loss)
+    assert found.log_probs == [None] * len(data)
 
 
 def test_hyperparameters_of_one_step_hold_for_that_step(policy: Policy) -> None:

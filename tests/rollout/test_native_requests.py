@@ -18,6 +18,7 @@ from strop.rollout.base import (
     merge_spans,
     version_spans,
 )
+from strop.rollout.hf import HfEngine
 from strop.rollout.native import NativeEngine
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, PROMPTS, count_tokens
@@ -137,6 +138,33 @@ def test_the_module_is_back_when_the_last_answer_is() -> None:
         for i in range(20):
             await engine.agenerate(Request([5, i]), Sampling(max_tokens=2))
             assert model.config._attn_implementation == "sdpa"
+
+    asyncio.run(often())
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, HfEngine])
+def test_the_module_is_back_when_a_cancelled_coroutine_is(kind: Any) -> None:
+    """Who trains next would compute wrong gradients in the middle of a decode step."""
+    model = tiny.make()
+    engine = kind(model)
+    passes: list[str] = []
+    model.register_forward_pre_hook(lambda *_: passes.append("begun"))
+    model.register_forward_hook(lambda *_: passes.append("done"))
+
+    async def often() -> None:
+        for steps in range(6):
+            passes.clear()
+            asked = asyncio.create_task(engine.agenerate(Request([5, steps]), Sampling(max_tokens=40)))
+            await asyncio.sleep(0)
+            while len(passes) < 3 * steps:
+                await asyncio.sleep(0)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            seen = len(passes)
+            assert model.config._attn_implementation == "sdpa" and seen % 2 == 0
+            await asyncio.sleep(0.02)
+            assert len(passes) == seen
 
     asyncio.run(often())
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.cancellation import result_when_free
 from strop.rollout.native.requests import RequestState
 
 _SWITCH_INTERVAL = 5e-4
@@ -99,7 +100,9 @@ class PendingRequest:
             error = self.state.error
         if error is not None:
             self.future.set_exception(error)
-        elif self.state is not None:
+        elif self.state is None:  # cancelled before it was submitted
+            self.future.cancel()
+        else:
             self.future.set_result(self.state.result())
 
 
@@ -121,13 +124,13 @@ class AsyncDriver:
         self._inbox.append(pending)
         # Not at once: first all ready coroutines add their requests, so that they start as one batch.
         loop.call_soon(self._start)
-        try:
-            return await pending.future
-        except asyncio.CancelledError:
+
+        def stop() -> None:
             pending.cancelled = True
             if pending.state is not None:
                 self._engine.cancel(pending.state)
-            raise
+
+        return await result_when_free(pending.future, stop)
 
     def _start(self) -> None:
         with self._lock:
@@ -175,6 +178,7 @@ class AsyncDriver:
 
     def _submit(self, pending: PendingRequest) -> None:
         if pending.cancelled:
+            self._outbox.append(pending)
             return
 
         def on_done(_: RequestState) -> None:
