@@ -85,7 +85,7 @@ class Board:
     def _summary(self, run: RunFolder) -> dict[str, object]:
         try:
             return describe.summary(run, self.store, self.listings)
-        except (OSError, ValueError, TypeError) as problem:  # files that no run writes; the others are shown
+        except (OSError, ValueError, TypeError, RecursionError) as problem:  # files that no run writes
             return describe.broken_summary(run, f"The run cannot be read: {problem}")
 
     def note(self, run_id: str, body: bytes) -> None:
@@ -317,7 +317,7 @@ def answer(question: Question, request: BoardRequest, seconds: float) -> tuple[i
         return 404, to_json({"error": str(missing)})
     except BadRequest as wrong:
         return 400, to_json({"error": str(wrong)})
-    except (DamagedSampleFile, OSError) as damaged:
+    except (DamagedSampleFile, OSError, RecursionError) as damaged:
         return 500, to_json({"error": str(damaged)})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,7 +149,8 @@ def _state(run: RunFolder, metrics: dict[str, Any], total: int | None) -> dict[s
         return {"state": "stopped", "phase": None}
     if not workers and total is not None and (metrics["step"] or 0) >= total:
         return {"state": "finished", "phase": None}
-    last_sign = max([metrics["updated"] or 0.0, *(worker.since for worker in workers)])
+    signs = [metrics["updated"] or 0.0, *(worker.since for worker in workers)]
+    last_sign = max((sign for sign in signs if math.isfinite(sign)), default=0.0)
     if time.time() - last_sign > STOPPED_AFTER:
         return {"state": "stopped", "phase": None}
     return {"state": "running", "phase": workers[0].phase if workers else None}

@@ -14,6 +14,8 @@ COLUMNS = ("score", "response_tokens")
 MAX_STEPS = 60
 """Steps of one answer: all, or so many at even distances."""
 BINS = 24
+ALMOST_EQUAL = 1e-9
+"""Of the larger of two numbers: a smaller difference is none."""
 
 
 def histograms(samples: SampleFolder, split: str, seconds: float) -> dict[str, object]:
@@ -58,5 +60,16 @@ def counts(rows: Sequence[np.ndarray]) -> dict[str, object]:
     everything = np.concatenate([*finite, np.zeros(0)])
     if not len(everything):
         return {"edges": [], "counts": [[] for _ in rows]}
-    edges = np.histogram_bin_edges(everything, BINS)
+    edges = bin_edges(float(everything.min()), float(everything.max()))
     return {"edges": edges.tolist(), "counts": [np.histogram(row, edges)[0].tolist() for row in finite]}
+
+
+def bin_edges(low: float, high: float) -> np.ndarray:
+    """Edges of BINS bins. Sums of rewards differ in their last digit: numbers that are almost equal get bins
+    around them, as equal ones do."""
+    size = max(abs(low), abs(high))
+    if high - low <= ALMOST_EQUAL * size:
+        margin = max(0.5, ALMOST_EQUAL * size)
+        low, high = low - margin, high + margin
+    shares = np.linspace(0, 1, BINS + 1)
+    return low * (1 - shares) + high * shares

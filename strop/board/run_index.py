@@ -45,10 +45,12 @@ class RunFolder:
 
     def file(self, name: str) -> Path:
         """The path of a file of the run. Symbolic links are refused: the board must not show files outside
-        of the folder."""
+        of the folder. So are pipes and devices, whose reader would wait for ever."""
         path = self.path / name
         if path.is_symlink():
             raise NotFound(f"{name} of {self.name} is a link, which the board does not follow.")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise NotFound(f"{name} of {self.name} is no file.")
         return path
 
 

@@ -20,9 +20,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from strop.stopping import requested
 
@@ -78,12 +79,21 @@ def worker_log_file(directory: Path, rank: int) -> Path:
 
 
 def read_worker_states(directory: Path) -> list[WorkerState]:
-    """The last heartbeats of all workers of a run, by rank; unreadable files are left out."""
+    """The last heartbeats of all workers of a run, by rank; files that no worker writes are left out."""
     found = []
-    for path in workers_folder(directory).glob("rank_*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(WorkerState(**json.loads(path.read_text())))
+    for path in filter(Path.is_file, workers_folder(directory).glob("rank_*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            found.append(_parsed(json.loads(path.read_text())))
     return sorted(found, key=lambda worker: worker.rank)
+
+
+def _parsed(values: Mapping[str, Any]) -> WorkerState:
+    """A heartbeat, if every value has the type of what `beat` writes."""
+    kinds = {"rank": int, "world": int, "host": str, "pid": int, "step": int, "phase": str, "since": float}
+    for name, kind in kinds.items():
+        if type(values.get(name)) is not kind:
+            raise TypeError(f"{name} is no {kind.__name__}")
+    return WorkerState(**values)
 
 
 class Heartbeat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import subprocess
 import sys
@@ -291,6 +292,36 @@ def test_a_run_with_damaged_files_is_shown_with_what_is_wrong(tmp_path: Path) ->
         problems = [checkpoint["problem"] for checkpoint in ask(url, f"{at}/checkpoints")[1]["checkpoints"]]
         assert "manifest.json cannot be read" in problems[0] and "was cut or changed" in problems[1]
         assert not any(str(tmp_path) in problem for problem in problems)
+
+
+HEARTBEAT = {"rank": 0, "world": 1, "host": "h", "pid": 1, "step": 1, "phase": "gen", "since": 1.0}
+
+
+@pytest.mark.parametrize(
+    "heartbeat",
+    ["[" * 100_000, json.dumps({**HEARTBEAT, "phase": None}), json.dumps({**HEARTBEAT, "rank": "x"}), None],
+    ids=["deep", "no phase", "no rank", "pipe"],
+)
+def test_a_heartbeat_that_no_worker_wrote_hides_no_run(tmp_path: Path, heartbeat: str | None) -> None:
+    run = write_run(tmp_path / "hurt")
+    (run / "workers").mkdir()
+    (run / "workers" / "rank_1.json").write_text(json.dumps({**HEARTBEAT, "rank": 1}))
+    if heartbeat is None:
+        os.mkfifo(run / "workers" / "rank_0.json")
+        os.mkfifo(run / "notes.json")
+    else:
+        (run / "workers" / "rank_0.json").write_text(heartbeat)
+    write_run(tmp_path / "well")
+    with serving(tmp_path) as url:
+        assert {name: found["step"] for name, found in runs(url).items()} == {"hurt": 40, "well": 40}
+
+
+@pytest.mark.parametrize("time", ["null", "Infinity"])
+def test_a_run_without_times_does_not_count_as_running(tmp_path: Path, time: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": 1, "time": {time}, "data": {{}}}}\n')
+    with serving(tmp_path) as url:
+        assert runs(url)["run"]["state"] == "stopped"
 
 
 def test_a_folder_without_runs_and_runs_that_come_and_go(

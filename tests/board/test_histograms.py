@@ -41,4 +41,7 @@ def test_odd_numbers() -> None:
     same = counts([np.array([2.0, 2.0, math.inf]), np.array([])])
     rows = same["counts"]
     assert isinstance(rows, list) and [sum(row) for row in rows] == [2, 0]
+    for numbers in ([0.1 + 0.2, 0.3], [1e16, 1e16], [-1e308, 1e308]):
+        (row,) = counts([np.array(numbers)])["counts"]  # type: ignore[misc]
+        assert sum(row) == 2
     assert spaced(list(range(1000)), 60)[::59] == [0, 999]
