@@ -2,7 +2,7 @@
 import { diffWordsWithSpace } from "diff";
 import { useMemo } from "preact/hooks";
 import { type Group, type History, type Sample, useAnswer } from "./api";
-import { number } from "./format";
+import { characters, number } from "./format";
 import { Empty } from "./parts";
 
 const SIDE_BY_SIDE = 16;
@@ -60,7 +60,7 @@ function Difference({ old, young, names }: { old: Sample; young: Sample; names: 
         {parts
           ? parts.filter((part) => !part[leave]).map((part, i) => (part.added ? <ins key={i}>{part.value}</ins> : part.removed ? <del key={i}>{part.value}</del> : <span key={i}>{part.value}</span>))
           : sample.response.text}
-        {sample.response.length > sample.response.text.length && <p class="quiet">The first {number(sample.response.text.length)} characters are compared.</p>}
+        {sample.response.length > characters(sample.response.text) && <p class="quiet">The first {number(characters(sample.response.text))} characters are compared.</p>}
       </div>
     </section>
   );

@@ -49,6 +49,13 @@ export function value(of: unknown): string {
   return typeof of === "string" ? of : JSON.stringify(of);
 }
 
+/** Characters as the server counts them: an emoji is one, though two units of a JavaScript string. */
+export function characters(text: string): number {
+  let count = 0;
+  for (const _ of text) count += 1;
+  return count;
+}
+
 export function plural(count: number, one: string): string {
   return `${number(count)} ${one}${count === 1 ? "" : "s"}`;
 }

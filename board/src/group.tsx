@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { get, type Group, type History, type Picture, type Sample, type Text, useAnswer } from "./api";
 import { OtherRun, OtherStep } from "./difference";
-import { number, plural, signed } from "./format";
+import { characters, number, plural, signed } from "./format";
 import { useKeys } from "./keys";
 import type { Chosen } from "./main";
 import { Badge, Choice } from "./parts";
@@ -172,7 +172,7 @@ function Pictures({ of }: { of: Picture[] }) {
 /** A text of which more can be asked for. */
 function LongText({ text, path }: { text: Text; path: string }) {
   const [more, setMore] = useState("");
-  const have = text.text.length + more.length;
+  const have = characters(text.text) + characters(more);
   return (
     <div class="text">
       {text.text}

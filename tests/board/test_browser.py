@@ -381,6 +381,19 @@ def test_an_answer_of_five_megabytes_does_not_stop_the_page(browser: Any, tmp_pa
         seen.close()
 
 
+def test_a_long_answer_with_emojis_is_shown_whole(browser: Any, tmp_path: Path) -> None:
+    """An emoji is one character for the server and two for a browser."""
+    run = write_run(tmp_path / "smiles")
+    write_step(run, "train", 41, [answer("\U0001f642" * 5000 + "x" * 20_000 + "END", prompt="?")])
+    with serving(tmp_path) as url:
+        seen = Seen(browser, url, "/#/rollouts")
+        seen.page.get_by_role("button", name="5,003 more characters").click()
+        seen.page.wait_for_selector("text=xEND")
+        shown = seen.page.locator(".sample .text").inner_text()
+        assert shown == "\U0001f642" * 5000 + "x" * 20_000 + "END"
+        seen.close()
+
+
 def test_a_damaged_file_is_shown_beside_the_rest(browser: Any, tmp_path: Path) -> None:
     run = write_run(tmp_path / "hurt")
     whole = (run / "samples" / "train_000040.parquet").read_bytes()
