@@ -12,6 +12,7 @@ import pickle
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -58,6 +59,7 @@ class LocalWorkers:
         self._ranks: StartedRanks | None = None
         self._connections: list[Connection] = []
         self._calls = 0
+        self._lock = threading.Lock()
         listener = socket.socket(socket.AF_UNIX)
         listener.settimeout(POLL_SECONDS)
         listener.bind(str(self._folder / "socket"))
@@ -91,7 +93,18 @@ class LocalWorkers:
         return [found[rank] for rank in range(self.world)]
 
     def call(self, method: str, *arguments: object) -> Any:
-        """Run an operation on every rank and return the result of the first one."""
+        """Run an operation on every rank and return the result of the first one. A call of another thread
+        waits: it would take the answers to this one."""
+        with self._lock:
+            results, errors = self._call_all(method, arguments)
+        if errors:
+            known = [error for error in errors.values() if not isinstance(error, SharedFailure)]
+            raise (known or list(errors.values()))[0]
+        return results[0]
+
+    def _call_all(
+        self, method: str, arguments: Sequence[object]
+    ) -> tuple[dict[int, object], dict[int, Exception]]:
         if not self._connections:
             raise PolicyRankLost("The ranks of this policy have ended. Make a new one, and load its state.")
         self._calls += 1
@@ -101,11 +114,7 @@ class LocalWorkers:
                 connection.send_bytes(message)
             except OSError as error:
                 raise self._lost(rank) from error
-        results, errors = self._answers()
-        if errors:
-            known = [error for error in errors.values() if not isinstance(error, SharedFailure)]
-            raise (known or list(errors.values()))[0]
-        return results[0]
+        return self._answers()
 
     def _answers(self) -> tuple[dict[int, object], dict[int, Exception]]:
         """What each rank answered to the latest call. Answers to a call that was interrupted are skipped."""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def test_two_ranks_have_the_numbers_of_one_process(
         assert numbers == pytest.approx(expected, rel=1e-4, abs=1e-6)
         for a, b in zip(policy.log_probs(samples), log_probs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        together = [
+            threading.Thread(target=lambda: [policy.adapters for _ in range(50)], daemon=True),
+            threading.Thread(target=lambda: [policy.log_probs(samples) for _ in range(5)], daemon=True),
+        ]
+        for thread in together:
+            thread.start()
+        for thread in together:
+            thread.join(60)
+            assert not thread.is_alive(), "a thread took the answers to the call of the other one"
         policy.save_state(tmp_path / "state")
         policy.save_for_sampling(tmp_path / "folder")
         before = policy.log_probs(samples)
