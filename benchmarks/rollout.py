@@ -59,6 +59,8 @@ from typing import Any
 import torch
 
 from strop.config.schema.rollout import SpeculationConfig
+from strop.models.lora import adapted_layers, add_adapters
+from strop.models.patches import DEVICE_PATCHES, MODEL_PATCHES, ROLLOUT_NAMES, choose_patches
 from strop.rollout.base import Request, Sampling, build_engine
 
 QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6}
@@ -173,6 +175,17 @@ def load(options: argparse.Namespace) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def load_adapted(options: argparse.Namespace, *, apart: bool) -> Any:
+    """The same model with random adapters. `apart`: the engine computes each LoRA layer by itself."""
+    model = add_adapters(load(options), rank=options.lora_rank, alpha=2 * options.lora_rank)
+    for layer in adapted_layers(model):
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
+    if apart:
+        every = [patch.name for patch in (*MODEL_PATCHES, *DEVICE_PATCHES)]
+        choose_patches(model, [name for name in (*every, *ROLLOUT_NAMES) if name != "fused_lora"])
+    return model
+
+
 def save_for_vllm(model: Any, folder: str) -> dict[str, Any]:
     """Write the model as vLLM reads it; return the settings that vLLM needs for it.
 
@@ -255,7 +268,7 @@ class Ours:
 
     def __init__(self, name: str, model: Any, asked: list[list[int]], options: argparse.Namespace) -> None:
         plain = name.removeprefix("strop-")
-        for suffix in ("-eager", "-on", "-auto", "-fp8cache", "-draft"):
+        for suffix in ("-eager", "-on", "-auto", "-fp8cache", "-draft", "-apart", "-lora"):
             plain = plain.removesuffix(suffix)
         plain, _, quantization = plain.partition("-")
         self._engine = build_engine(
@@ -435,6 +448,11 @@ def options() -> argparse.Namespace:
         default=[],
         help="measure the native engine with such weights too",
     )
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        help="measure the native engine with adapters too, computed together and apart",
+    )
     parser.add_argument("--native-memory", type=float, help="share of the memory for the native engine")
     parser.add_argument("--lengths", type=int, nargs=2, default=(70, 170), help="shortest and longest prompt")
     parser.add_argument("--questions", help="JSON lines with a question each, as prompts of --model")
@@ -465,6 +483,8 @@ def options() -> argparse.Namespace:
         found.engines += ",native-fp8cache"
     if found.draft_model is not None:
         found.engines += ",native-draft"
+    if found.lora_rank is not None:
+        found.engines += ",native-lora,native-lora-apart"
     if found.speculation != "off":
         found.engines += f",native-{found.speculation}"
     return found
@@ -481,6 +501,9 @@ def systems_of(
                 made[name] = Vllm(name, folder, asked, end_tokens(model, options), options)
             except DidNotStart as error:
                 print(json.dumps({"engine": name, "error": str(error)}), flush=True)
+        elif "-lora" in name:
+            adapted = load_adapted(options, apart=name.endswith("-apart"))
+            made[name] = Ours(name, adapted, asked, options)
         else:
             made[name] = Ours(name, model, asked, options)
     return made

@@ -245,6 +245,7 @@ ROLLOUT_NAMES = (
     "residual_in_place",
     "fp32_head",
     "fused_qkv",
+    "fused_lora",
     "state_precision",
     "packed_linear",
     DELTA_RULE,

@@ -44,7 +44,7 @@ def test_logits_and_gradients_are_those_of_three_products(kind: str, recompute: 
             found.product.lay_out()
     changes = done(list(fused_qkv_layers(model)))
     attention = model.model.layers[0].self_attn
-    assert [type(getattr(attention, name)) for name in fused._QKV] == [FusedQkvLinear] * 3
+    assert [type(getattr(attention, name)) for name in fused.QKV] == [FusedQkvLinear] * 3
     logits, found = logits_and_gradients(model)
     torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
     assert found.keys() == gradients.keys()
@@ -110,11 +110,11 @@ def test_short_inputs_keep_three_products(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_token_has_the_same_bits_in_any_number_of_rows(width: int, q: int, kv: int) -> None:
     torch.manual_seed(0)
     part = nn.Module()
-    for name, size in zip(fused._QKV, (q, kv, kv), strict=True):
+    for name, size in zip(fused.QKV, (q, kv, kv), strict=True):
         setattr(part, name, nn.Linear(width, size, device="cuda", dtype=torch.bfloat16))
     done(list(fused_qkv_layers(part)))
     states = torch.randn(6000, width, device="cuda", dtype=torch.bfloat16)
-    layers = [getattr(part, name) for name in fused._QKV]
+    layers = [getattr(part, name) for name in fused.QKV]
     together = torch.cat([layer(states) for layer in layers], 1)
     for count in (1, 2, 7, 16, 33, 64, 160, 256, 300, 384, 512, 640, 700, 1024, 2048, 4096):
         some = torch.randperm(6000, device="cuda")[:count]

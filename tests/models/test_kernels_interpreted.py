@@ -404,6 +404,23 @@ def test_the_sum_of_a_lora_layer_and_its_gradients():
         assert (one - other).norm() < 3e-3 * other.norm()
 
 
+@pytest.mark.parametrize("sizes", [(150, 20, 33), (20, 129)])
+def test_lora_layers_together_have_the_bits_that_they_have_alone(sizes):
+    from strop.models.lora_gpu.kernels import add_lora, add_lora_to_all
+
+    torch.manual_seed(0)
+    rank = 5
+    x = torch.randn(2, 35, 600, dtype=torch.float16)
+    base = torch.randn(2, 35, sum(sizes), dtype=torch.float16)
+    a = torch.randn(len(sizes) * rank, 600) / 25
+    b = torch.randn(sum(sizes), rank)
+    alone = [
+        add_lora(*factors, 0.5)
+        for factors in zip(base.split(sizes, -1), [x] * len(sizes), a.split(rank), b.split(sizes))
+    ]
+    assert torch.equal(add_lora_to_all(base, x, a, b, 0.5, sizes), torch.cat(alone, -1))
+
+
 def test_numbers_are_shortened_as_in_plain_torch():
     """Powers of two, every mantissa, zeros, the smallest and largest, and what is not finite."""
     from strop.rollout.native.quantization import cache

@@ -7,13 +7,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from strop.models.changes import subclass, undo_changes
 from strop.models.forward import response_outputs
-from strop.models.lora import adapted_layers, add_adapters
-from strop.models.lora_gpu import layers
+from strop.models.fused_modules import RUNS_AS_KERNEL
+from strop.models.lora import adapted_layers, add_adapters, only_adapter
+from strop.models.lora_gpu import fused_projection, layers
 from strop.models.nf4.layers import quantize_layers
-from strop.models.patches import applied_patches, patch_for_device, undo_patches
+from strop.models.patches import applied_patches, patch_for_device, sampling_patches, undo_patches
 from strop.rollout.base import Request, Sampling
-from strop.rollout.native import NativeEngine
+from strop.rollout.native import NativeEngine, borrowed_model
 from strop.types import Batch
 from tests.models.test_patches import gpu  # noqa: F401
 
@@ -41,7 +43,7 @@ def adapted(nf4=False, **sizes):
 
 def test_a_model_with_adapters_gets_them_and_gives_them_back(gpu, monkeypatch):  # noqa: F811
     """On the stand-in of a GPU. Tensors of a CPU go through peft's own forward."""
-    monkeypatch.setattr(layers, "_kernels", lambda: object())
+    monkeypatch.setattr(layers, "kernels_of_lora", lambda: object())
     model = adapted()
     expected = model(torch.tensor([[1, 2, 3]])).logits
     kinds = [type(layer) for layer in adapted_layers(model)]
@@ -55,6 +57,78 @@ def test_a_model_with_adapters_gets_them_and_gives_them_back(gpu, monkeypatch): 
     assert [type(layer) for layer in adapted_layers(model)] == kinds
 
 
+class PlainKernels:
+    """The formulas of the kernels in plain torch."""
+
+    calls = 0
+
+    @classmethod
+    def add_lora_to_all(cls, base, x, a, b, scale, sizes):
+        cls.calls += 1
+        pairs = zip(a.split(len(a) // len(sizes)), b.split(sizes), strict=True)
+        return base + scale * torch.cat([x @ one.t() @ other.t() for one, other in pairs], -1)
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """A model with adapters whose layers are computed together, on a CPU, and the groups of layers."""
+    monkeypatch.setattr(layers, "kernels_of_lora", lambda: PlainKernels)
+    monkeypatch.setattr(fused_projection, "kernels_of_lora", lambda: PlainKernels)
+    monkeypatch.setattr(fused_projection, "plain_adapter", lambda layer, x: only_adapter(layer))
+    monkeypatch.setattr(PlainKernels, "calls", 0)
+    model = adapted().requires_grad_(False)
+    for layer in adapted_layers(model):
+        layer.__class__ = layers._fused_class(type(layer))
+    for part in model.modules():
+        if hasattr(part, "gate_proj"):
+            part.__class__ = subclass(type(part), type(part).forward, RUNS_AS_KERNEL)
+    changes = borrowed_model._fused_lora(model, None)
+    yield model, changes
+    undo_changes(changes)
+
+
+IDS = torch.tensor([[1, 2, 3, 4]])
+
+
+def test_layers_of_the_same_states_are_computed_together(together):
+    model, changes = together
+    found = model(IDS).logits
+    assert PlainKernels.calls == 4  # q, k and v, and gate and up, of two layers
+    undo_changes(changes)
+    assert PlainKernels.calls == 4
+    torch.testing.assert_close(found, model(IDS).logits)
+    assert PlainKernels.calls == 4
+
+
+def test_layers_compute_alone_while_their_adapters_are_off_or_are_others(together):
+    model, changes = together
+    with model.disable_adapter():
+        off = model(IDS).logits
+    model.add_adapter("other", model.peft_config["default"])
+    for layer in adapted_layers(model):
+        torch.nn.init.normal_(layer.lora_B["other"].weight, std=0.05)
+    model.set_adapter("other")
+    other = model(IDS).logits
+    assert PlainKernels.calls == 0
+    undo_changes(changes)
+    torch.testing.assert_close(other, model(IDS).logits)
+    with model.disable_adapter():
+        torch.testing.assert_close(off, model(IDS).logits)
+
+
+def test_trained_adapters_are_seen_and_weights_keep_their_names(together):
+    """The weights are views into one tensor: an update in place changes what is sampled."""
+    model, changes = together
+    before = model(IDS).logits
+    for layer in adapted_layers(model):
+        layer.lora_B["default"].weight.data.mul_(3)
+    found = model(IDS).logits
+    undo_changes(changes)
+    assert not torch.allclose(before, found)
+    torch.testing.assert_close(found, model(IDS).logits)
+    assert list(model.state_dict()) == list(adapted().state_dict())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("inner, out, rank", [(896, 4864, 32), (4864, 896, 32), (1536, 256, 8)])
 def test_bits_do_not_depend_on_the_number_of_rows(inner, out, rank):
@@ -62,7 +136,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(inner, out, rank):
     base = torch.nn.Linear(inner, out, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     a = torch.randn(rank, inner, device="cuda") / inner**0.5
     b = torch.randn(out, rank, device="cuda") * 0.1
-    kernels = layers._kernels()
+    kernels = layers.kernels_of_lora()
     rows = torch.randn(6000, inner, device="cuda", dtype=torch.bfloat16)
 
     def layer(x):
@@ -112,5 +186,6 @@ def test_sampled_and_recomputed_log_probs_have_the_same_bits(nf4):
     with torch.no_grad():
         trained = response_outputs(model, batch, ["log_probs"])["log_probs"].cpu()
     assert "lora_linear" in applied_patches(model)
+    assert ("fused_lora" in sampling_patches(model)) is not nf4
     for row, (_, found) in zip(trained, sampled):
         assert (row[: len(found.ids)] - torch.tensor(found.log_probs)).abs().max() < 2e-6

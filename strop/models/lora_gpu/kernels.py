@@ -5,10 +5,14 @@ cuBLAS divides the inner sum of x Aᵀ by a number that depends on the rows, bec
 decode step and a training pass would get other bits. Here every program has 64 rows and walks over its part
 of the inner dimension in one order; the parts have a fixed length and are added in their order by the second
 kernel. A and B may be float32; products are computed in the precision of x.
+
+Layers that take the same states (q, k and v; gate and up) can be computed together: the programs of all of
+them are then in one launch, and each does what it does alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,18 +24,26 @@ from torch.autograd.function import once_differentiable
 _ROWS = 64
 """Rows of a program: never fewer, because smaller tiles use instructions that add in another order."""
 _STEP = 64
-_PART = 1024
-"""Inner dimension of a program."""
 _COLUMNS = 128
+_MOST_LAYERS = 3
+
+
+def part_length(inner: int) -> int:
+    """Inner dimension of a program: short, so that a decode step has programs for the whole GPU, but not so
+    many parts that adding them takes longer. It depends on the layer only, never on the rows."""
+    if inner <= 2048:
+        return 256
+    return 512 if inner <= 8192 else 1024
 
 
 @triton.jit
 def _project(
     x, a, parts, rows, inner, rank, x_row, a_row,
-    PART: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, RANK: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
     r = tl.arange(0, RANK)
     total = tl.zeros([ROWS, RANK], tl.float32)
     for begin in range(part * PART, tl.minimum((part + 1) * PART, inner), STEP):
@@ -41,39 +53,49 @@ def _project(
             mask=(row[:, None] < rows) & (k[None, :] < inner), other=0.0,
         )  # fmt: skip
         weights = tl.load(
-            a + r[None, :] * a_row + k[:, None],
+            a + (layer * rank + r[None, :]) * a_row + k[:, None],
             mask=(r[None, :] < rank) & (k[:, None] < inner), other=0.0,
         )  # fmt: skip
         total = tl.dot(states, weights.to(x.dtype.element_ty), total, input_precision="ieee")
-    target = parts + (part * rows + row[:, None]) * rank + r[None, :]
+    target = parts + ((layer * PARTS + part) * rows + row[:, None]) * rank + r[None, :]
     tl.store(target, total, mask=(row[:, None] < rows) & (r[None, :] < rank))
 
 
 @triton.jit
 def _expand(
-    parts, b, base, out, narrow, scale, rows, columns, rank, base_row, b_row,
+    parts, b, base, out, narrow, scale, rows, rank, base_row, out_row, b_row, first, second, third,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    # Blocks of columns are numbered through all layers: first, second and third are their columns.
+    block = tl.program_id(1)
+    first_blocks = tl.cdiv(first, COLUMNS)
+    second_blocks = tl.cdiv(second, COLUMNS)
+    is_later = (block >= first_blocks).to(tl.int32)
+    is_third = (block >= first_blocks + second_blocks).to(tl.int32)
+    layer = (is_later + is_third).to(tl.int64)
+    block -= is_later * first_blocks + is_third * second_blocks
+    start = is_later * first + is_third * second
+    columns = first + is_later * (second - first) + is_third * (third - second)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.arange(0, RANK)
     inside = (row[:, None] < rows) & (r[None, :] < rank)
     total = tl.zeros([ROWS, RANK], tl.float32)
     for part in range(PARTS):
-        total += tl.load(parts + (part * rows + row[:, None]) * rank + r[None, :], mask=inside, other=0.0)
+        source = parts + ((layer * PARTS + part) * rows + row[:, None]) * rank + r[None, :]
+        total += tl.load(source, mask=inside, other=0.0)
     states = total.to(narrow.dtype.element_ty)
-    if tl.program_id(1) == 0:
-        tl.store(narrow + row[:, None] * rank + r[None, :], states, mask=inside)
+    if block == 0:
+        tl.store(narrow + (layer * rows + row[:, None]) * rank + r[None, :], states, mask=inside)
     weights = tl.load(
-        b + column[None, :] * b_row + r[:, None],
+        b + (start + column[None, :]) * b_row + r[:, None],
         mask=(column[None, :] < columns) & (r[:, None] < rank), other=0.0,
     )  # fmt: skip
     delta = tl.dot(states, weights.to(narrow.dtype.element_ty), input_precision="ieee") * scale
     here = (row[:, None] < rows) & (column[None, :] < columns)
-    before = tl.load(base + row[:, None] * base_row + column[None, :], mask=here, other=0.0).to(tl.float32)
-    tl.store(
-        out + row[:, None] * columns + column[None, :], (before + delta).to(out.dtype.element_ty), mask=here
-    )
+    place = start + column[None, :]
+    before = tl.load(base + row[:, None] * base_row + place, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row[:, None] * out_row + place, (before + delta).to(out.dtype.element_ty), mask=here)
 
 
 class _AddLora(torch.autograd.Function):
@@ -107,21 +129,27 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     return left.float().t() @ right.float()
 
 
-def _add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _add(
+    base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, sizes: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """`sizes`: the columns of each layer, where `base`, `a` and `b` are those of several."""
     rows, inner = x.shape
-    rank, columns = len(a), len(b)
-    num_parts = triton.cdiv(inner, _PART)
+    sizes = tuple(sizes) or (len(b),)
+    rank = len(a) // len(sizes)
+    length = part_length(inner)
+    num_parts = triton.cdiv(inner, length)
     blocks = triton.cdiv(rows, _ROWS)
     width = max(16, triton.next_power_of_2(rank))
-    parts = torch.empty(num_parts, rows, rank, dtype=torch.float32, device=x.device)
-    narrow = torch.empty(rows, rank, dtype=x.dtype, device=x.device)
-    out = torch.empty(rows, columns, dtype=base.dtype, device=x.device)
-    _project[(blocks, num_parts)](
+    parts = torch.empty(len(sizes), num_parts, rows, rank, dtype=torch.float32, device=x.device)
+    narrow = torch.empty(len(sizes) * rows, rank, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, len(b), dtype=base.dtype, device=x.device)
+    _project[(blocks, num_parts, len(sizes))](
         x, a, parts, rows, inner, rank, x.stride(0), a.stride(0),
-        PART=_PART, ROWS=_ROWS, STEP=_STEP, RANK=width, num_warps=4,
+        PARTS=num_parts, PART=length, ROWS=_ROWS, STEP=_STEP, RANK=width, num_warps=4,
     )  # fmt: skip
-    _expand[(blocks, triton.cdiv(columns, _COLUMNS))](
-        parts, b, base, out, narrow, scale, rows, columns, rank, base.stride(0), b.stride(0),
+    _expand[(blocks, sum(triton.cdiv(size, _COLUMNS) for size in sizes))](
+        parts, b, base, out, narrow, scale, rows, rank, base.stride(0), out.stride(0), b.stride(0),
+        *sizes, *(0 for _ in range(_MOST_LAYERS - len(sizes))),
         PARTS=num_parts, ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=width, num_warps=4,
     )  # fmt: skip
     return out, narrow
@@ -129,9 +157,19 @@ def _add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[T
 
 def add_lora(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """`base` [..., out] + scale · (`x` [..., in] @ `a` [rank, in].T) @ `b` [out, rank].T."""
-    flat = x.reshape(-1, x.shape[-1])
-    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
-    total = base.reshape(-1, base.shape[-1])
-    total = total if total.stride(-1) == 1 else total.contiguous()
-    result: Tensor = _AddLora.apply(total, flat, a.contiguous(), b.contiguous(), scale)
+    result: Tensor = _AddLora.apply(_flat(base), _flat(x), a.contiguous(), b.contiguous(), scale)
     return result.view(base.shape)
+
+
+def add_lora_to_all(
+    base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, sizes: Sequence[int]
+) -> Tensor:
+    """The same for two or three layers that take the same states, without gradients: `base`, `a` [layers *
+    rank, in] and `b` are theirs one after the other, and `sizes` are their outputs."""
+    out, _ = _add(_flat(base), _flat(x), a, b, scale, sizes)
+    return out.view(base.shape)
+
+
+def _flat(states: Tensor) -> Tensor:
+    rows = states.reshape(-1, states.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

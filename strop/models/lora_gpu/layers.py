@@ -31,7 +31,7 @@ _fused_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 @cache
-def _kernels() -> ModuleType | None:
+def kernels_of_lora() -> ModuleType | None:
     try:
         return require("strop.models.lora_gpu.kernels", extra="gpu", why="Fast LoRA on a GPU")
     except MissingExtra:
@@ -40,7 +40,7 @@ def _kernels() -> ModuleType | None:
 
 def fused_lora_layers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
     """LoRA layers of a model with linear base layers, and the class that each is to have."""
-    if _kernels() is None:
+    if kernels_of_lora() is None:
         return
     for layer in adapted_layers(model):
         kind: type[nn.Module] = type(layer)
@@ -59,11 +59,11 @@ def _make_fused_class(own: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         name = None
         if not args and not kwargs:
-            name = _plain_adapter(self, x)
+            name = plain_adapter(self, x)
         if name is None:
             result: Tensor = own.forward(self, x, *args, **kwargs)
             return result
-        kernels = _kernels()
+        kernels = kernels_of_lora()
         assert kernels is not None
         a = self.lora_A[name].weight
         b = self.lora_B[name].weight
@@ -73,7 +73,7 @@ def _make_fused_class(own: type[nn.Module]) -> type[nn.Module]:
     return subclass(own, forward, RUNS_AS_KERNEL)
 
 
-def _plain_adapter(layer: Any, x: Tensor) -> str | None:
+def plain_adapter(layer: Any, x: Tensor) -> str | None:
     """The adapter to add, if it is the only active one and of the ordinary kind."""
     name = only_adapter(layer)
     if name is None or x.dtype not in _NARROW or not x.is_cuda:

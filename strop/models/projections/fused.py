@@ -26,8 +26,8 @@ from strop.models.changes import Change, SetAttribute, SetClass
 from strop.models.fused_modules import runs_as_kernel
 from strop.models.projections.divided import LONG
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_GATE_UP = ("gate_proj", "up_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -44,9 +44,9 @@ def fused_forwards(model: nn.Module) -> Iterator[FusedForward]:
     """The forwards of all modules of `model` that can take part in a fused projection."""
     for part in model.modules():
         children = dict(part.named_children())
-        layers = _fusible([children.get(name) for name in _QKV])
+        layers = _fusible([children.get(name) for name in QKV])
         if not layers and runs_as_kernel(part):  # it calls gate_proj before up_proj
-            layers = _fusible([children.get(name) for name in _GATE_UP])
+            layers = _fusible([children.get(name) for name in GATE_UP])
         if not layers:
             continue
         product = FusedProjection(layers)
@@ -66,12 +66,13 @@ def _fusible(parts: Sequence[nn.Module | None]) -> list[nn.Linear]:
     for layer in layers:
         same_inputs = layer.in_features == first.in_features
         same_bias = (layer.bias is None) == (first.bias is None)
-        if not _is_whole(layer) or not same_inputs or not same_bias:
+        if not is_whole(layer) or not same_inputs or not same_bias:
             return []
     return layers
 
 
-def _is_whole(layer: nn.Linear) -> bool:
+def is_whole(layer: nn.Linear) -> bool:
+    """Whether a layer is computed by its own class from its own weights, all of which are here."""
     hooked = layer._forward_hooks or layer._forward_pre_hooks
     whole = type(layer.weight) is nn.Parameter and type(layer.weight.data) is Tensor
     return "forward" not in layer.__dict__ and not hooked and whole
@@ -92,9 +93,9 @@ class FusedProjection:
 
     def lay_out(self) -> None:
         """Put the weights side by side, unless they are."""
-        self._weight = _side_by_side([layer.weight for layer in self.layers])
+        self._weight = side_by_side([layer.weight for layer in self.layers])
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
-        self._bias = _side_by_side(biases) if biases else None
+        self._bias = side_by_side(biases) if biases else None
 
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
         if self.multiply is None:
@@ -112,7 +113,7 @@ class FusedProjection:
         return lambda hidden: self.waiting.pop(place)
 
 
-def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
+def side_by_side(weights: Sequence[Tensor]) -> Tensor:
     """All weights as one tensor over their memory; they are moved there if they are not side by side."""
     found = _adjacent(weights)
     if found is not None:
@@ -145,7 +146,7 @@ def fused_qkv_layers(model: nn.Module) -> Iterator[Change]:
     """Changes that make training compute q, k and v in one product where three would have other bits."""
     for part in model.modules():
         children = dict(part.named_children())
-        layers = _fusible([children.get(name) for name in _QKV])
+        layers = _fusible([children.get(name) for name in QKV])
         if not layers or layers[0].in_features < LONG:
             continue
         product = FusedQkv(layers)

@@ -2,9 +2,10 @@
 undone.
 
 `ROLLOUT_PATCHES` continue the list of models/patches.py: rollout attention, eval mode, and on a GPU a float32
-output head (bf16 has steps of 1/8 at the usual size of a logit), fused q/k/v projections and residual sums in
-place. They are applied when sampling begins and undone when it ends. So are quantized copies of the weights
-(quantization/), and on a CPU copies of linear weights in a layout for few rows (cpu/).
+output head (bf16 has steps of 1/8 at the usual size of a logit), fused projections (q/k/v and gate/up, also
+of LoRA layers) and residual sums in place. They are applied when sampling begins and undone when it ends. So
+are quantized copies of the weights (quantization/), and on a CPU copies of linear weights in a layout for few
+rows (cpu/).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from strop.models.attention import SetAttention
 from strop.models.changes import Change, SetAttribute, done, undo_changes
 from strop.models.layouts.state_space import wide_steps
 from strop.models.lora import base_model
+from strop.models.lora_gpu.fused_projection import AdaptedProjection, adapted_projections
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device, record_sampling
 from strop.models.projections.fused import FusedProjection, fused_forwards
 from strop.models.residual import AddingLinear
@@ -61,7 +63,7 @@ class _EvalMode:
 class _LayOut:
     """Weights of a fused projection side by side. They may stay so."""
 
-    def __init__(self, product: FusedProjection) -> None:
+    def __init__(self, product: FusedProjection | AdaptedProjection) -> None:
         self.product = product
 
     def do(self) -> None:
@@ -127,12 +129,23 @@ def _fused_qkv(model: nn.Module, context: PatchContext) -> list[Change]:
     return done(changes)
 
 
+def _fused_lora(model: nn.Module, context: PatchContext) -> list[Change]:
+    changes: list[Change] = []
+    for product in adapted_projections(model):
+        first, *others = product.layers
+        changes += [_LayOut(product), SetAttribute(first, "forward", product.first)]
+        for place, layer in enumerate(others, 1):
+            changes.append(SetAttribute(layer, "forward", product.later(place)))
+    return done(changes)
+
+
 ROLLOUT_PATCHES = (
     Patch("rollout_attention", always, _rollout_attention, required=True),
     Patch("eval_mode", always, _eval_mode, required=True),
     Patch("residual_in_place", _on_gpu, _residual_in_place),
     Patch("fp32_head", _on_gpu, _fp32_head),
     Patch("fused_qkv", _on_gpu, _fused_qkv),
+    Patch("fused_lora", _on_gpu, _fused_lora),
     Patch("state_precision", always, _state_precision),
 )
 
@@ -159,7 +172,8 @@ class RolloutPatches:
     @property
     def fused(self) -> list[FusedProjection]:
         """The fused projections of the model, once applied."""
-        return [change.product for change in self._changes or [] if isinstance(change, _LayOut)]
+        products = [change.product for change in self._changes or [] if isinstance(change, _LayOut)]
+        return [product for product in products if isinstance(product, FusedProjection)]
 
     def _found(self) -> list[Change]:
         """Find and make the changes, after those of training."""
