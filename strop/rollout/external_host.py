@@ -116,12 +116,21 @@ class JsonClient:
 
 
 def completions_of(
-    request: Request, name: str, version: int, read: Callable[[], list[Completion]]
+    request: Request, name: str, version: int, read: Callable[[], list[Completion]], count: int
 ) -> list[Completion]:
-    """What `read` finds in a reply to a request; with finish=error if the reply has another layout. An
-    exception in a callback of a future is only logged, and the caller would wait forever."""
+    """What `read` finds in a reply to a request for `count` samples; with finish=error if the reply has
+    another layout. An exception in a callback of a future is only logged, and the caller would wait
+    forever."""
     try:
-        return read()
+        found = read()
+        if len(found) != count:
+            raise ValueError(f"it has {len(found)} of {count} samples")
+        for one in found:
+            if len(one.ids) > len(one.log_probs) and one.finish == "abort":
+                one.ids = one.ids[: len(one.log_probs)]  # it may be continued from there
+            if len(one.ids) != len(one.log_probs):
+                raise ValueError(f"it has {len(one.log_probs)} log-probs of {len(one.ids)} tokens")
+        return found
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         reason = f"the reply of the {name} server cannot be read ({type(error).__name__}: {error})"
         return error_completions(request, reason, version)

@@ -137,7 +137,7 @@ class SglangEngine(ExternalEngine):
             error = done.exception()
             if error is None:
                 read = partial(self._completions, request, done.result())
-                future.set_result(completions_of(request, "sglang", self.version, read))
+                future.set_result(completions_of(request, "sglang", self.version, read, request.n))
             elif isinstance(error, ServerRefused):
                 future.set_result(error_completions(request, str(error), self.version))
             else:

@@ -136,7 +136,12 @@ def test_a_server_that_refuses_one_request_serves_the_others(double: Double) -> 
     engine.close()
 
 
-@pytest.mark.parametrize("reply", [[{"text": "no ids"}], "busy", {"meta_info": {}}], ids=str)
+_NO_LOG_PROBS = {"output_ids": [1, 2], "meta_info": {"finish_reason": {"type": "stop"}}}
+
+
+@pytest.mark.parametrize(
+    "reply", [[{"text": "no ids"}], "busy", {"meta_info": {}}, [], [_NO_LOG_PROBS]], ids=str
+)
 def test_a_reply_of_another_layout_is_an_error_of_its_request(
     double: Double, monkeypatch: pytest.MonkeyPatch, reply: Any
 ) -> None:

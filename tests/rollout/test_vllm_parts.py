@@ -217,9 +217,22 @@ def test_new_weights_wake_only_the_weights_and_only_once() -> None:
     assert engine.calls[-1] == ("wake", ["kv_cache", "weights"])
 
 
-@pytest.mark.parametrize("reply", [{"object": "error"}, {"choices": []}, {"choices": [{"index": 0}]}, "busy"])
+_ONE = {"index": 0, "token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"object": "error"},
+        {"choices": []},
+        {"choices": [{"index": 0}]},
+        "busy",
+        {"choices": [_ONE]},  # one of two samples, which was copied
+        {"choices": [_ONE, {**_ONE, "logprobs": None}]},
+    ],
+)
 def test_a_reply_of_a_server_that_cannot_be_read_is_an_error(reply: Any) -> None:
-    found = external_host.completions_of(Request([1], n=2), "vllm", 3, lambda: read_choices(reply, 3))
+    found = external_host.completions_of(Request([1], n=2), "vllm", 3, lambda: read_choices(reply, 3), 2)
     assert [(c.finish, c.version) for c in found] == [("error", 3)] * 2
     assert "reply of the vllm server cannot be read" in str(found[0].error)
 

@@ -78,7 +78,10 @@ def rollout_attention(
     """The attention function of transformers' interface. Queries, keys and values are [B, heads, T, D] with
     positions already applied; the result is [B, T, heads, D]."""
     if rollout is None:
-        raise ValueError("The module is borrowed by the native rollout engine; run it before or after that.")
+        raise ValueError(
+            f"{type(module).__name__} is not given the engine's step: its model does not pass arguments on "
+            "to attention, or it is run while the native engine samples from it"
+        )
     if attention_mask is not None:
         raise ValueError(f"{type(module).__name__} masks keys by a rule of its own; set rollout.name=hf.")
     options = AttentionOptions(scaling, sliding_window, softcap, s_aux)

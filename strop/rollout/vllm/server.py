@@ -52,7 +52,7 @@ class VllmServer:
             error = done.exception()
             if error is None:
                 read = partial(read_choices, done.result(), self._version)
-                choices = completions_of(request, "vllm", self._version, read)
+                choices = completions_of(request, "vllm", self._version, read, count)
                 copies = [copy.deepcopy(choices[i % len(choices)]) for i in range(request.n)]
                 future.set_result(copies)
             elif isinstance(error, ServerRefused):
@@ -60,16 +60,17 @@ class VllmServer:
             else:
                 future.set_exception(error)
 
-        body = self._body(request, sampling)
+        # The server refuses n > 1 for greedy sampling; the one completion is copied.
+        count = request.n if sampling.temperature > 0 else 1
+        body = self._body(request, sampling, count)
         self._client.send("POST", "/v1/completions", body).add_done_callback(on_reply)
         return future
 
-    def _body(self, request: Request, sampling: Sampling) -> dict[str, object]:
+    def _body(self, request: Request, sampling: Sampling, count: int) -> dict[str, object]:
         body: dict[str, object] = {
             "model": self._model,
             "prompt": list(request.ids),
-            # The server refuses n > 1 for greedy sampling; `submit` copies the one completion.
-            "n": request.n if sampling.temperature > 0 else 1,
+            "n": count,
             "max_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_k": max(0, sampling.top_k),
