@@ -174,6 +174,11 @@ class AdaptiveKL(FixedKL):
             self.value = float(state["value"])
 
     def update(self, current_kl: float, samples: int) -> None:
+        if 0.2 * samples >= self.horizon:  # the penalty would become a reward
+            raise ValueError(
+                f"kl_ctrl.horizon={self.horizon} with {samples} samples per step: one step could make the "
+                f"coefficient 0 or negative. Set it to more than {0.2 * samples:g}."
+            )
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * samples / self.horizon
 

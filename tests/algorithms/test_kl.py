@@ -67,6 +67,8 @@ def test_bad_input_is_explained() -> None:
         full(LOG_PROBS, REF[:, :3])
     with pytest.raises(ValueError, match="'fixed' or 'adaptive', got 'linear'"):
         kl_controller("linear", coef=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"horizon=100 with 512 samples per step.*more than 102\.4"):
+        AdaptiveKL(0.1, target=0.1, horizon=100).update(0.0, 512)
     with pytest.raises(ValueError, match=r"horizon > 0, got 0\.1 and 0"):
         AdaptiveKL(0.1, target=0.1, horizon=0)
 
