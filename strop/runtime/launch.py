@@ -103,7 +103,8 @@ class OutputTail:
             for raw in stack.enter_context(self._pipe):
                 line = raw.decode(errors="replace")
                 self._lines.append(line.rstrip("\n"))
-                self._forward(line)
+                with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end the run
+                    self._forward(line)
                 if file is not None:
                     with contextlib.suppress(OSError):
                         file.write(line)

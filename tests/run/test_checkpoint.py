@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from strop.run.checkpoint import layout
+from strop.run.atomic_files import Fingerprint
+from strop.run.checkpoint import layout, shards
 from strop.run.checkpoint import store as checkpoint
 from strop.run.checkpoint.contents import capture_random_states
 from strop.run.checkpoint.layout import DamagedCheckpoint, SaveError
@@ -215,6 +216,28 @@ def test_a_disk_that_is_really_full(tiny_disk: Path) -> None:
     assert layout.read_latest(tiny_disk) == 2
     layout.remove(tiny_disk / "global_step_1")
     save(tiny_disk, 3, parts)
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="no mount here")
+@pytest.mark.parametrize("problem", ["full disk", "another error"])
+def test_rank_0_does_not_wait_for_a_rank_that_could_not_write(
+    tiny_disk: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    """On a full disk there is no room for the receipt of the error either."""
+    monkeypatch.setattr(shards, "RECEIPT_TIMEOUT", 0.0)
+    file = tiny_disk / shards.shard_file("actor/model", 1)
+
+    def write() -> dict[str, Fingerprint]:
+        if problem == "full disk":
+            return {"": shards.write_pieces(file, {"w": shards.TensorPiece(torch.zeros(10**6), (0,))})}
+        raise RuntimeError("a device failed")
+
+    with pytest.raises((OSError, RuntimeError)):
+        shards.write_with_receipt(tiny_disk, 1, write)
+    text = {"full disk": "rank 1: .*No space left", "another error": "rank 1: a device failed"}[problem]
+    with pytest.raises(OSError, match=text):
+        shards.collect_receipts(tiny_disk, 2)
+    assert not file.exists()
 
 
 def test_every_cut_missing_or_changed_file_is_found_and_named(tmp_path: Path) -> None:

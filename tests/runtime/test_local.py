@@ -57,6 +57,15 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch, capfd):
     )
 
 
+def test_ranks_run_on_when_their_output_cannot_be_shown():
+    """As with `2> file` on a full disk. Ranks whose output nobody reads would fail with a broken pipe."""
+    command = [sys.executable, "-c", "import sys; [print('x' * 99, file=sys.stderr) for _ in range(3000)]"]
+    start = f"import sys; from strop.runtime.local import launch; sys.exit(launch({command!r}, 2))"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", start], stderr=full, timeout=100)
+    assert ended.returncode == 0
+
+
 def test_a_port_in_use_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -208,11 +208,16 @@ def _receipt_file(folder: Path, rank: int) -> Path:
 
 
 def write_with_receipt(folder: Path, rank: int, write: Callable[[], Mapping[str, Fingerprint]]) -> None:
-    """Run `write` and leave a receipt of its files, or of the error, which is raised."""
+    """Run `write` and leave a receipt of its files, or of the error, which is raised. On a full disk there
+    is room for the receipt when the pieces are deleted."""
     try:
         files = write()
-    except OSError as error:
-        replace_text(_receipt_file(folder, rank), json.dumps({"error": str(error), "errno": error.errno}))
+    except BaseException as error:
+        for piece in folder.rglob(Path(shard_file("", rank)).name):
+            piece.unlink()
+        code = error.errno if isinstance(error, OSError) else None
+        text = json.dumps({"error": str(error) or type(error).__name__, "errno": code})
+        replace_text(_receipt_file(folder, rank), text)
         raise
     content = {name: {"bytes": file.size, "crc32": file.crc32} for name, file in files.items()}
     replace_text(_receipt_file(folder, rank), json.dumps({"files": content}))
