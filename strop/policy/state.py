@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 ROLE = "actor"
 CONTENTS = ("model", "optimizer", "extra")
 GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+"""Part with the name of the optimizer."""
 
 
 # --- exact state --------------------------------------------------------------------------------------------
@@ -58,6 +60,7 @@ def write_state(path: Path, backend: ModuleBackend, counters: Mapping[str, int])
     parts = role_parts(ROLE, plain, CONTENTS)
     parts["random"] = capture_random_states()
     parts["policy"] = dict(counters)
+    parts[OPTIMIZER] = _optimizer(backend)
     keep = RetentionPolicy(newest=1)
     with Checkpoints(path, background=False, keep=keep, ranks=backend.ranks) as checkpoints:
         checkpoints.save(counters["updates"], parts)
@@ -71,6 +74,13 @@ def read_state(path: Path, backend: ModuleBackend, *, optimizer: bool = True) ->
         raise ValueError(f"There is no saved state in {path}: no folder global_step_... is in it.")
     sharded = backend.ranks.world > 1
     parts = load(folders[0], later=lambda part: sharded and part.startswith(ROLE))
+    saved_with = parts.get(OPTIMIZER)
+    if optimizer and saved_with is not None and saved_with != _optimizer(backend):
+        raise ValueError(
+            f"{folders[0]} was saved with optim.optimizer={saved_with}, and this policy has "
+            f"{_optimizer(backend)}, whose state is another one. Make the policy with "
+            f"optimizer={saved_with!r}, or load the weights alone by optimizer=False."
+        )
     names = {without_adapter_name(name): name for name in backend.weights.masters}
     state = role_state(ROLE, parts, CONTENTS)
     gradients = state.pop(GRADIENTS)
@@ -87,6 +97,11 @@ def read_state(path: Path, backend: ModuleBackend, *, optimizer: bool = True) ->
         master.grad = shard_like(gradient, master).to(master.device)
     restore_random_states(parts["random"])
     return counters
+
+
+def _optimizer(backend: ModuleBackend) -> str:
+    assert backend.settings.optim is not None
+    return backend.settings.optim.optimizer
 
 
 # --- folders for sampling -----------------------------------------------------------------------------------

@@ -422,6 +422,20 @@ def test_a_resumed_policy_has_the_numbers_of_one_that_went_on(
         assert same(masters(resumed), end)
 
 
+def test_the_state_of_another_optimizer_is_refused(task: Path, policy: Policy, tmp_path: Path) -> None:
+    """The next step would fail for lack of moments, or begin with none."""
+    policy.forward_backward(rows(policy), "ppo")
+    policy.optim_step()
+    policy.save_state(tmp_path)
+    with make(task, optimizer="AdamW8bit") as other:
+        before = masters(other)
+        with pytest.raises(ValueError, match="AdamW, and this policy has AdamW8bit"):
+            other.load_state(tmp_path)
+        assert same(masters(other), before)
+        other.load_state(tmp_path, optimizer=False)
+        assert same(masters(other), masters(policy))
+
+
 def test_an_adapter_may_have_the_name_that_the_engine_has_for_no_adapter(adapted: Policy) -> None:
     plain = adapted.sample(PROMPTS, max_tokens=4, seed=1, adapter=None)
     adapted.add_adapter("base")
