@@ -92,8 +92,10 @@ class Board:
         """Keep notes on a run."""
         if self.read_only:
             raise BadNote("This board was started with --read-only and keeps no notes.", 403)
-        write_notes(self.runs.get(run_id), parse_notes(body))
-        with self._listing:
+        run = self.runs.get(run_id)
+        notes = parse_notes(body)
+        with self._listing:  # two writers at a time would replace each other's unfinished file
+            write_notes(run, notes)
             self._listed = (0.0, None)
 
     def names(self, request: BoardRequest) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,3 +53,14 @@ def test_notes_are_kept_with_the_run(tmp_path: Path) -> None:
         assert send(url, run, json.dumps(wanted))[0] == 404 and not (tmp_path / "secret").exists()
     with pytest.raises(BadNote, match="read-only"):
         Board(tmp_path, read_only=True).note(run, b"")
+
+
+def test_notes_of_several_writers_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "metrics.jsonl").write_text(line(1, loss=1.0))
+    board = Board(tmp_path)
+    (run,) = board.runs.all()
+    bodies = [json.dumps({"note": f"{writer}" * 5000, "tags": []}).encode() for writer in range(4)]
+    with ThreadPoolExecutor(4) as writers:
+        list(writers.map(lambda body: board.note(run, body), bodies * 10))
+    assert len(set(json.loads((tmp_path / "one" / "notes.json").read_text())["note"])) == 1
