@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from strop.rewards.sandbox.cores import usable_cores
+
 SIOCGIFADDR = 0x8915
 """Number of the Linux system call that returns the IPv4 address of an interface."""
 LAUNCHED = "STROP_LAUNCHED"
@@ -75,8 +77,8 @@ def network_environment(address: str) -> dict[str, str]:
 
 
 def omp_threads_per_rank(ranks_on_machine: int) -> str:
-    """Return OMP_NUM_THREADS for each rank: the processors of the machine divided by its ranks."""
-    return str(max(1, (os.cpu_count() or 1) // ranks_on_machine))
+    """Return OMP_NUM_THREADS for each rank: the cores that this process may use, divided by the ranks."""
+    return str(max(1, usable_cores() // ranks_on_machine))
 
 
 class OutputTail:

@@ -17,7 +17,7 @@ from strop.backends.fsdp.shard import make_mesh
 from strop.errors import REFUSED
 from strop.run.heartbeat import Heartbeat
 from strop.runtime import local
-from strop.runtime.launch import LAUNCHED, torchrun_sizes
+from strop.runtime.launch import LAUNCHED, omp_threads_per_rank, torchrun_sizes
 from tests.backends.ranks import pytest_as_ranks
 
 LOOP = str(Path(__file__).parent / "ranks_loop.py")
@@ -64,6 +64,13 @@ def test_ranks_run_on_when_their_output_cannot_be_shown():
     with open("/dev/full", "w") as full:
         ended = subprocess.run([sys.executable, "-c", start], stderr=full, timeout=100)
     assert ended.returncode == 0
+
+
+def test_ranks_share_the_cores_that_the_job_has(monkeypatch):
+    """A scheduler gives a job some cores of a large machine; threads for all of them would wait for each other."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2)))
+    assert [omp_threads_per_rank(ranks) for ranks in (1, 2, 4)] == ["2", "1", "1"]
 
 
 def test_a_port_in_use_is_named(monkeypatch):
@@ -167,7 +174,7 @@ FAILS = """
 import atexit, multiprocessing, sys, time, torch
 import torch.distributed as dist
 from strop.runtime import local
-from strop.runtime.launch import LAUNCHED, torchrun_sizes
+from strop.runtime.launch import LAUNCHED, omp_threads_per_rank, torchrun_sizes
 
 def sleep():
     time.sleep(600)

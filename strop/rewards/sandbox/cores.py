@@ -13,11 +13,16 @@ GROUPS = Path("/sys/fs/cgroup")
 
 def cores_per_rank() -> int:
     """Return the cores that this process may use, divided among the ranks of this machine, at least 1."""
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use. A scheduler or a container may give it a part of those of
+    the machine."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(1, int(min(cores, cpu_quota(GROUPS))) // ranks)
+    return int(min(cores, cpu_quota(GROUPS)))
 
 
 def cpu_quota(groups: Path) -> float:

@@ -244,8 +244,9 @@ class RankWatcher:
             return  # the end of its run says what happened
         for stream, line in lines:
             target = sys.stdout if stream == STDOUT else sys.stderr
-            target.write(line)
-        sys.stdout.flush()
+            with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end the run
+                target.write(line)
+                target.flush()
 
     def _forward(self, signal_number: int) -> None:
         for rank, launcher in enumerate(self._launchers):
