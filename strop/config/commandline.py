@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from strop.config.aliases import flatten, nest
@@ -117,6 +117,20 @@ def quote_command(text: str) -> str:
         return text
     escaped = re.sub(r"(\\*)'", r"\1\1\'", value)
     return f"{path}='{escaped}'"
+
+
+def force_override(text: str, groups: Container[str]) -> str:
+    """The override with `++`, which adds keys too: what does not exist is refused by us, with the nearest
+    names. The choice of one of the `groups` and what deletes a key stay as they are."""
+    if text.startswith("~"):
+        return text
+    if "=" not in text:
+        raise ConfigError(f"Expected key=value, got {text!r}.")
+    key = text.partition("=")[0]
+    is_group = "@" in key or "/" in key or key in groups
+    if not text.startswith("+") and (is_group or key.startswith("hydra.")):
+        return text
+    return "++" + text.lstrip("+")
 
 
 def plain_values(overrides: Sequence[str]) -> dict[str, object] | None:

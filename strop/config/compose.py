@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from strop.config.aliases import drop_without_effect, flatten, nest, reason_for, translate
 from strop.config.aliases.async_lengths import ASYNC_LENGTHS, fill_async_lengths
-from strop.config.commandline import plain_values, quote_command, quote_digits
+from strop.config.commandline import force_override, plain_values, quote_command, quote_digits
 from strop.config.references import refuse_growth
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
@@ -101,7 +101,9 @@ def load(
 ) -> Loaded:
     """Compose and type-check. `root`: a name in ROOTS; `config`: a user's YAML; `search`: its folder."""
     schema = schema_keys(root)
-    overrides = [_clean(quote_digits(quote_command(text), schema.types.get)) for text in overrides]
+    groups = GROUP_WORDS | {name for name in _user_groups(config, search) if not schema.has(name)}
+    written = [quote_digits(quote_command(text), schema.types.get) for text in overrides]
+    overrides = [force_override(text, groups) for text in written]
     named = {text.lstrip("+").partition("=")[0] for text in overrides}
     _refuse_unknown(overrides, named, root)
     said = None
@@ -190,17 +192,12 @@ GROUP_WORDS = {name.partition("/")[0] for name in GROUPS} - {"", "data", "critic
 """Words that choose a group on a command line; the others are sections."""
 
 
-def _clean(text: str) -> str:
-    """Overrides may add keys without `+`: what does not exist is refused by us, with the nearest names."""
-    if text.startswith("~"):
-        return text
-    if "=" not in text:
-        raise ConfigError(f"Expected key=value, got {text!r}.")
-    key = text.partition("=")[0]
-    is_group = "@" in key or "/" in key or key in GROUP_WORDS
-    if not text.startswith("+") and (is_group or key.startswith("hydra.")):
-        return text
-    return "++" + text.lstrip("+")
+def _user_groups(config: str | None, search: str | None) -> set[str]:
+    """Folders with the user's YAML: their names choose one of the files in them, as in Hydra."""
+    folder = Path(search if search is not None else Path(config or "").parent).expanduser()
+    if (config is None and search is None) or not folder.is_dir():
+        return set()
+    return {place.name for place in folder.iterdir() if place.is_dir() and any(place.glob("*.yaml"))}
 
 
 def _refuse_unknown(overrides: Iterable[str], named: Container[str], root: str) -> None:

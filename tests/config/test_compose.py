@@ -151,6 +151,29 @@ def test_a_file_that_holds_a_list_is_refused(tmp_path):
         load("ppo_trainer", config=str(tmp_path / "list.yaml"))
 
 
+def test_a_file_of_verl_that_names_dataclasses(tmp_path):
+    """verl's dapo_trainer.yaml, and every whole configuration that verl writes."""
+    (tmp_path / "dapo.yaml").write_text(
+        "hydra:\n  searchpath:\n    - file://verl/trainer/config\ndefaults:\n  - ppo_trainer\n  - _self_\n"
+        "algorithm:\n  _target_: verl.trainer.config.AlgoConfig\n"
+        "  filter_groups:\n    _target_: verl.trainer.config.FilterGroupsConfig\n    enable: true\n"
+    )
+    loaded = load("ppo_trainer", config=str(tmp_path / "dapo.yaml"))
+    assert loaded.config.algorithm.filter_groups.enable
+    assert len(loaded.notices) == 1 and "_target_ have no effect" in loaded.notices[0]
+
+
+def test_a_group_of_the_user_is_chosen_on_the_command_line(tmp_path):
+    (tmp_path / "size").mkdir()
+    for name, rows in (("small", 3), ("large", 300)):
+        text = f"# @package _global_\ndata:\n  train_batch_size: {rows}\n"
+        (tmp_path / "size" / f"{name}.yaml").write_text(text)
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - ppo_trainer\n  - size: small\n  - _self_\n")
+    for words, rows in (([], 3), (["size=large"], 300), (["size=large", "data.train_batch_size=7"], 7)):
+        for place in ({"config": str(tmp_path / "mine.yaml")}, {"config": "mine", "search": str(tmp_path)}):
+            assert load("ppo_trainer", words, **place).config.data.train_batch_size == rows
+
+
 def test_user_groups_override_ours(tmp_path):
     (tmp_path / "actor").mkdir()
     (tmp_path / "actor" / "small.yaml").write_text("ppo_mini_batch_size: 3\n")

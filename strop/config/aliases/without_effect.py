@@ -60,6 +60,7 @@ _ASYNC_BOUND = "trainer.async_training.max_policy_age limits how far sampling ru
 
 WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("distillation.*", _DISTILLATION),  # aliases/distillation.py reads the section
+    WithoutEffect("*_target_", "every section has its type already"),  # verl's files name dataclasses
     # Switches of features that do not exist.
     WithoutEffect("*qat.enable", _QAT, _OFF),
     WithoutEffect("*qat.*", _QAT),
