@@ -255,6 +255,15 @@ def test_other_roots():
     assert "126 or 129" in uneven["data.train_batch_size"]
 
 
+def test_the_number_of_responses_of_generation_has_one_name():
+    whole = {"base": [], "root": "generation"}
+    assert "Set data.n_samples=4 instead" in errors("rollout.n=4", **whole)["rollout.n"]
+    for words in (["rollout.n=1"], ["rollout.n=4", "data.n_samples=4"]):  # verl's file has n: 1
+        assert "rollout.n" not in errors(*words, **whole)
+    size = "rollout.tensor_model_parallel_size"
+    assert "every device holds the whole model" in warnings(f"{size}=2", **whole)[size]
+
+
 def test_what_tensor_parallelism_does_not_go_together_with():
     tensor, four = "actor_rollout_ref.actor.tensor_parallel_size", "trainer.n_gpus_per_node=4"
     assert tensor not in errors(f"{tensor}=2", four)

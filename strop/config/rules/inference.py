@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from strop.config.derived import engine_name
 from strop.config.rules.actor import four_bit_weights
-from strop.config.rules.findings import Findings, error
+from strop.config.rules.findings import Findings, error, warning
 from strop.config.rules.rollout import installed_engine, possible_speculation, quantized_engine
 
 if TYPE_CHECKING:
@@ -38,6 +39,20 @@ def generation(loaded: Loaded[GenerationConfig]) -> Findings:
         yield error(
             "data.n_samples",
             f"{config.data.n_samples} samples at temperature 0 would all be the same. Set n_samples=1.",
+        )
+    samples = config.rollout.n
+    if samples not in (1, config.data.n_samples):
+        yield error(
+            "rollout.n",
+            f"{samples}, but data.n_samples={config.data.n_samples} is the number of responses per prompt. "
+            f"Set data.n_samples={samples} instead.",
+        )
+    size = config.rollout.tensor_model_parallel_size
+    engine = engine_name(config.rollout)
+    if size > 1 and engine in ("native", "hf"):
+        yield warning(
+            "rollout.tensor_model_parallel_size",
+            f"{size} has no effect: with rollout.name={engine} every device holds the whole model.",
         )
     yield from installed_engine("rollout", config.rollout)
     yield from possible_speculation("rollout", config.rollout)
