@@ -45,7 +45,7 @@ class ColumnKeys:
 
     def __post_init__(self) -> None:
         if self.input_template is not None:
-            _check_template(self.input_template)
+            check_template(self.input_template)
 
     @classmethod
     def from_config(cls, config: DataConfig) -> ColumnKeys:
@@ -312,7 +312,8 @@ def _shown(value: object) -> str:
     return f"{type(value).__name__} {text}"
 
 
-def _check_template(template: str) -> None:
+def check_template(template: str) -> None:
+    """ValueError for a data.input_template that is no format string with a place for the prompt."""
     try:
         has_placeholder = "\0" in template.format("\0")
     except (IndexError, KeyError, ValueError, AttributeError) as error:

@@ -31,7 +31,15 @@ from strop.data.prompts import (
     selection_fingerprint,
     truncate,
 )
-from strop.data.schema import Message, as_messages, nested_value, require_column, split_placeholders, to_plain
+from strop.data.schema import (
+    Message,
+    as_messages,
+    check_template,
+    nested_value,
+    require_column,
+    split_placeholders,
+    to_plain,
+)
 from strop.data.selection import Indices
 from strop.types import Images
 
@@ -319,6 +327,8 @@ def build_supervised(
         files = config.train_files
         limit = config.train_max_samples
         shuffle = config.shuffle
+    if config.input_template is not None:
+        check_template(config.input_template)
     rows = load_custom_dataset(config, files, tokenizer) or open_rows(files, key=f"data.{split}_files")
     indices = select_rows(config, rows, split, limit=limit, shuffle=shuffle)
     if not len(indices):

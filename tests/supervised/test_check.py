@@ -202,6 +202,8 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
     [
         ("rm", ["loss.type=sigmoid"], "logsigmoid"),
         ("rm", ["loss.margin=true"], "has no column 'margin'"),
+        ("sft", ["data.input_template=Question:"], "the prompt would be lost"),
+        ("dpo", ["data.input_template='{question}: {}'"], "is not a format string with one {}"),
         (
             "dpo",
             ["loss.type=logexp"],
