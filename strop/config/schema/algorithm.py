@@ -58,8 +58,8 @@ class RolloutCorrectionConfig:
     rollout_is: str | None = setting(None, choices=("token", "sequence", None))
     """Importance weights per token or per sequence. Null: none."""
     rollout_is_threshold: float | str | None = setting(2.0)
-    """Weights are truncated at this value. `low_high`, in YAML files in quotes ("0.5_5"), sets weights outside
-    the band to 0. Null: no weights."""
+    """Weights are truncated at this value. `low_high`, in YAML files in quotes ("0.5_5"), sets weights
+    outside the band to 0. Null: no weights."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
