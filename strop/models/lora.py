@@ -26,8 +26,8 @@ from strop.models.nf4.layers import Nf4Linear, dense_weight, dequantize_layers
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _BEYOND_LORA = (
-    *("use_dora", "use_qalora", "alora_invocation_tokens", "arrow_config"),
-    *("lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication"),
+    *("use_dora", "use_qalora", "alora_invocation_tokens", "arrow_config", "lora_bias"),
+    *("modules_to_save", "trainable_token_indices", "layer_replication"),
 )
 """Keys of adapter_config.json with which the model computes more than W x + scale B A x."""
 
@@ -65,6 +65,7 @@ def add_adapters(
             f"module of {type(model).__name__}. Its linear modules are: {', '.join(_linears(model))}. "
             f"({error})"
         ) from error
+    _refuse_tied(adapted)
     return _train_head(adapted)
 
 
@@ -128,6 +129,7 @@ def load_adapters(model: nn.Module, path: str, *, only_lora: bool = True) -> Any
         raise ValueError(
             f"The adapter of lora_adapter_path={path!r} cannot be loaded into this model: {reason}"
         ) from error
+    _refuse_tied(adapted)
     return _train_head(adapted)
 
 
@@ -150,16 +152,29 @@ def _adapter_config(file: Path) -> dict[str, Any]:
 
 def _refuse_other_kinds(path: str, said: Mapping[str, Any]) -> None:
     beyond = [f"{key}={said[key]!r}" for key in _BEYOND_LORA if said.get(key)]
-    if said.get("peft_type", "LORA") != "LORA":
-        beyond.append(f"peft_type={said['peft_type']!r}")
-    if said.get("bias", "none") != "none":
-        beyond.append(f"bias={said['bias']!r}")
+    for key, plain in (("peft_type", "LORA"), ("bias", "none")):
+        if said.get(key, plain) != plain:
+            beyond.append(f"{key}={said[key]!r}")
     if beyond:
         raise ValueError(
             f"The adapter of lora_adapter_path={path!r} has {', '.join(beyond)}; Strop trains and exports "
             "LoRA with A and B alone. Merge it into the model with peft (merge_and_unload, save_pretrained), "
             "give that folder as the model, and set lora_rank to train new adapters."
         )
+
+
+def _refuse_tied(adapted: Any) -> None:
+    """Refuse adapters of an embedding or output head that have one weight: it can hold only one of both."""
+    core = base_model(adapted)
+    parts = (core.get_output_embeddings(), core.get_input_embeddings())
+    if None in parts or without_adapter(parts[0]).weight is not without_adapter(parts[1]).weight:
+        return
+    for name, module in core.named_modules():
+        if module in parts and module is not without_adapter(module):
+            raise ValueError(
+                f"LoRA: target_modules adapts {name!r}, but embedding and output head of the model have one "
+                "weight (tie_word_embeddings), so the adapter cannot be merged. Leave it out."
+            )
 
 
 def _with_head(excluded: str | Sequence[str] | None) -> str | list[str]:

@@ -33,6 +33,7 @@ from strop.models.build import (
 from strop.models.forward import response_outputs, sequence_scores
 from strop.models.heads import RewardStatistics, reward_statistics, set_reward_statistics
 from strop.models.load import resolve
+from strop.models.lora import add_adapters
 from strop.models.patches import undo_patches
 from strop.quickstart.tiny_model import tiny_tokenizer
 from tests.models.tiny import SIZE, tiny_batch, tiny_model
@@ -205,6 +206,9 @@ def test_lora_from_the_configuration(folder, tmp_path):
     torch.testing.assert_close(log_probs(adapted), log_probs(tiny_model()))
     with pytest.raises(ValueError, match=r"target_modules=\['query'\].*matches no module.*q_proj"):
         build_policy(ModelConfig(path=str(folder), lora_rank=2, target_modules=["query"]))
+    for tied in ("lm_head", "embed_tokens"):
+        with pytest.raises(ValueError, match=f"target_modules adapts '.*{tied}'.*have one weight"):
+            add_adapters(tiny_model("qwen2"), rank=2, alpha=4, target_modules=["q_proj", tied])
     with torch.no_grad():
         for p in adapted.parameters():
             if p.requires_grad:
