@@ -86,7 +86,8 @@ class ModelTrainer:
             found = error_answer(f"{type(error).__name__}: {error}", "server")
             self._forget_partial_work(model, request)
         self.store.write_answer(model.model_id, seq, found)
-        self._snapshot_if_due(model, seq)
+        if request.kind in (OPTIM_STEP, LOAD):  # no gradients, which a snapshot lacks
+            self._snapshot_if_due(model, seq)
         return found
 
     def _forget_partial_work(self, model: ModelRecord, request: Stored) -> None:
@@ -245,10 +246,7 @@ class ModelTrainer:
             self.host.remove(model_id)
 
     def _snapshot_if_due(self, model: ModelRecord, seq: int) -> None:
-        """Save the model after a request that was answered: a snapshot makes its request unnecessary.
-
-        It follows an optimizer step or a load, so there are no gradients to save.
-        """
+        """Save the model after a request that was answered: a snapshot makes its request unnecessary."""
         resident = self._resident.get(model.model_id)
         if resident is None:
             return

@@ -177,6 +177,31 @@ def test_requests_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: Any)
     asyncio.run(scene())
 
 
+def test_a_snapshot_that_comes_late_loses_no_gradient(tmp_path: Path, monkeypatch: Any) -> None:
+    """The disk was full after the step; the next snapshot must not stand for a pass, whose gradient it lacks."""
+    folder = StateStore.new_snapshot_folder
+    failures = iter([True])
+
+    def full_once(store: StateStore, *given: Any) -> Path:
+        if next(failures, False):
+            raise OSError(28, "No space left on device")
+        return folder(store, *given)
+
+    monkeypatch.setattr(StateStore, "new_snapshot_folder", full_once)
+
+    async def scene() -> None:
+        service, host = open_service(tmp_path, snapshot_steps=1)
+        async with service.running():
+            model = new_model(service)
+            for seq in (1, 3):
+                await answered(service, send(service, model, seq, "pass", pass_body(model, seq)))
+                service.trainer.release(model)  # others needed its place
+                await answered(service, send(service, model, seq + 1, "optim_step", b'{"adam_params": {}}'))
+            assert host.adapters[model]["w"] == pytest.approx(-4 + 6 * 1e-4)
+
+    asyncio.run(scene())
+
+
 class _Raises:
     def wait(self, seconds: float) -> bool:
         raise RuntimeError("no memory")
