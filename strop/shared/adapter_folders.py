@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from strop.backends.single import ModuleBackend
@@ -15,7 +16,19 @@ from strop.run.checkpoint.tensor_files import read_tensors
 
 def read_sampling_folder(path: Path) -> tuple[int, float, dict[str, Tensor]]:
     """Rank, alpha (its scale is alpha / rank) and weights of an adapter in a folder of peft."""
-    return (*read_adapter_size(path), read_tensors(path / "adapter_model.safetensors"))
+    rank, alpha = read_adapter_size(path)
+    file = path / "adapter_model.safetensors"
+    try:
+        weights = read_tensors(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read: {str(error)[:200]}") from error
+    for name, weight in weights.items():
+        if ".lora_A" in name and len(weight) != rank:
+            raise ValueError(
+                f"{path} holds files of different adapters: adapter_config.json says r={rank}, and {name} "
+                f"has rank {len(weight)}."
+            )
+    return rank, alpha, weights
 
 
 def read_adapter_size(path: Path) -> tuple[int, float]:
@@ -32,6 +45,8 @@ def read_adapter_size(path: Path) -> tuple[int, float]:
         raise ValueError(
             f"{file} cannot be read as that of a LoRA adapter ({type(error).__name__}: {str(error)[:200]})."
         ) from error
+    if rank < 1:
+        raise ValueError(f"{file} says r={rank}; the rank of an adapter is at least 1.")
     if patterns:
         raise ValueError(
             f"{file} sets {' and '.join(patterns)}: with several adapters, each must have one rank and one "

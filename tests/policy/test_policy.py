@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
@@ -452,6 +453,21 @@ def test_an_adapter_of_another_model_leaves_nothing_behind(adapted: Policy, tmp_
         adapted.load_adapter("b", tmp_path)
     save_file(weights, file)
     adapted.load_adapter("b", tmp_path)
+
+
+def test_files_of_different_adapters_are_refused(adapted: Policy, tmp_path: Path) -> None:
+    """Its scale is alpha / r: with another r than that of the weights it would sample something else."""
+    adapted.save_for_sampling(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    content = json.loads(file.read_text())
+    for rank, message in ((0, "at least 1"), (8, "says r=8, and .* has rank 4")):
+        file.write_text(json.dumps({**content, "r": rank}))
+        with pytest.raises(ValueError, match=message):
+            adapted.publish("b", folder=tmp_path)
+    file.write_text(json.dumps(content))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="cannot be read"):
+        adapted.load_adapter("b", tmp_path)
 
 
 def test_another_adapter_can_load_a_state(adapted: Policy, tmp_path: Path) -> None:
