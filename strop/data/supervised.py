@@ -237,6 +237,9 @@ class SftDataset(SupervisedDataset):
             ids = chat.ids(messages, generate=False, tools=tools)
             if not ids:
                 raise UnusableRow(f"{where} has no text.")
+            end = chat.tokenizer.eos_token_id
+            if chat.plain and end is not None and ids[-1] != end:  # else the model would never stop
+                ids = [*ids, int(end)]
             return Rendered(ids, [1] * len(ids))
         return render_conversation(chat, messages, learn_from, where, tools=tools)
 

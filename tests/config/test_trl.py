@@ -138,6 +138,22 @@ def test_values_that_switch_something_off(tmp_path: Path):
     assert "strop.sft('m', val=held_out, **keys)" in conversion.render()
 
 
+def test_order_and_length_of_supervised_rows():
+    """transformers shuffles; shuffle_dataset only does so once more, before. A reward model never sees cut pairs."""
+    assert load("sft_trainer", convert_trl(["sft"]).arguments()).config.data.shuffle
+    assert keys_of(convert_trl(["grpo", "--shuffle_dataset", "false"]))["data.shuffle"] is False
+    reward = convert_trl(["reward"])
+    assert load("rm_trainer", reward.arguments()).config.data.truncation == "error"
+    assert "longer than max_length" in reward.render()
+
+
+def test_a_chat_template_of_another_model_is_not_taken_for_jinja():
+    conversion = convert_trl(["sft", "--chat_template_path", "Qwen/Qwen3-0.6B"])
+    assert "data.chat_template" not in keys_of(conversion)
+    assert "chat_template_path" in {name for name, _, _ in conversion.unmapped}
+    assert keys_of(convert_trl(["sft", "--chat_template_path", "a.jinja"]))["data.chat_template"] == "a.jinja"
+
+
 def test_losses_of_dpo_with_weights():
     found = keys_of(convert_trl(["dpo", "--loss_type", "sigmoid", "sft", "--loss_weights", "1.0", "0.2"]))
     assert found["loss.type"] == "dpo"

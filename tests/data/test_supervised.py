@@ -94,6 +94,10 @@ def test_plain_text_and_pretraining(tmp_path: Path) -> None:
     assert decoded(TOKENIZER, plain.ids) == "2+2=4<|im_end|>" and taught(plain) == "4<|im_end|>"
     everything = sft(tmp_path, row, apply_chat_template=False, pretrain_mode=True)
     assert taught(everything) == "2+2=4<|im_end|>"
+    for text in ("2+2=4", "2+2=4<|im_end|>"):  # as in TRL and OpenRLHF, a text ends
+        row = {"prompt": text}
+        whole = sft(tmp_path, row, apply_chat_template=False, pretrain_mode=True, response_key=None)
+        assert taught(whole) == "2+2=4<|im_end|>"
 
 
 def test_long_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

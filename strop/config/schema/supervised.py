@@ -107,7 +107,8 @@ class SftDataConfig(SupervisedDataConfig):
     multiturn: MultiTurnDataConfig = section(MultiTurnDataConfig)
     """Rows that contain whole conversations."""
     pretrain_mode: bool = setting(False)
-    """Train on every token, including prompt tokens."""
+    """Train on every token, including prompt tokens. With apply_chat_template=false a row ends with the EOS
+    token."""
     pad_mode: str = inert("no_padding", "rows are always packed")
     """Padding mode."""
     ignore_input_ids_mismatch: bool = inert(

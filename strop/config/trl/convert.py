@@ -194,13 +194,25 @@ def _supervised(draft: Draft) -> None:
         "data.train_batch_size counts rows over all devices, here for one process. With N processes multiply "
         "it by N, and set trainer.n_gpus_per_node=N."
     )
-    side = "right" if draft.value("truncation_mode") == "keep_start" else "left"
-    draft.put("data.truncation", side, "truncation_mode", why="a row that is too long is an error by default")
+    if draft.run.trainer == "reward":
+        draft.notes.append(
+            "TRL leaves out pairs that are longer than max_length. Here they are an error: raise "
+            "data.max_length, or remove them from the file."
+        )
+    else:
+        side = "right" if draft.value("truncation_mode") == "keep_start" else "left"
+        why = "a row that is too long is an error by default"
+        draft.put("data.truncation", side, "truncation_mode", why=why)
     if draft.run.config.get("max_length", 0) is None:
         del draft.overrides["data.max_length"]
         draft.put("data.truncation", "error", "max_length", why="no row is cut there")
         reason = "rows have no limit there; `strop check` names the longest one for data.max_length"
         draft.unmapped.append(("max_length", "None", reason))
+    template = draft.overrides.get("data.chat_template")
+    if template is not None and not str(template.value).endswith((".jinja", ".j2")):
+        del draft.overrides["data.chat_template"]
+        reason = "set data.chat_template to a .jinja file with the template of this model"
+        draft.unmapped.append(("chat_template_path", str(template.value), reason))
     if draft.run.trainer == "sft":
         _sft(draft)
     if draft.run.trainer in PAIRS:
@@ -250,7 +262,7 @@ def _report_rest(draft: Draft) -> None:
     for name, value in draft.run.config.items():
         if isinstance(value, Expression):
             draft.unmapped.append((name, value.text, "its value is known only when the script runs"))
-        elif name in MISSING:
+        elif name in MISSING and name not in single:
             draft.unmapped.append((name, str(value), MISSING[name]))
         elif name not in single and name not in COMBINED:
             near = did_you_mean(name, [*single, *COMBINED, *MISSING])

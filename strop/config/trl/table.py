@@ -61,7 +61,6 @@ ARGUMENTS = (
     Argument("repetition_penalty", f"{_ROLLOUT}.repetition_penalty", 1.0, trainers=RL),
     Argument("num_generations_eval", f"{_ROLLOUT}.val_kwargs.n", trainers=RL),
     Argument("shuffle_dataset", "data.shuffle", True, trainers=RL),
-    Argument("shuffle_dataset", "data.shuffle", False, always=True, trainers=("sft",)),
     Argument("chat_template_kwargs", "data.apply_chat_template_kwargs", trainers=RL),
     Argument("num_iterations", "actor_rollout_ref.actor.ppo_epochs", 1, trainers=RL),
     Argument("entropy_coef", "actor_rollout_ref.actor.entropy_coeff", 0.0, trainers=RL),
@@ -134,7 +133,8 @@ _SERVER = "set rollout.engine_kwargs.vllm.url for a vLLM server"
 _ENTROPY = "the weight of the entropy bonus is constant"
 _SPEED = "it changes speed or memory only"
 MISSING = {
-    "packing": _PACKED,
+    "packing": _PACKED + "; a packed row of TRL holds several, so that data.train_batch_size is too small",
+    "shuffle_dataset": "rows are shuffled in every epoch, as in transformers; data.shuffle=false keeps them",
     "padding_free": _PACKED,
     "packing_strategy": _PACKED,
     "eval_packing": _PACKED,
