@@ -138,6 +138,14 @@ def test_values_that_switch_something_off(tmp_path: Path):
     assert "strop.sft('m', val=held_out, **keys)" in conversion.render()
 
 
+def test_the_loss_of_rloo_is_a_sum_over_tokens():
+    """TRL takes the log-prob of the whole completion: long ones weigh more than in a mean over tokens."""
+    once = convert_trl(["rloo"])
+    assert keys_of(once)["actor_rollout_ref.actor.loss_agg_mode"] == "seq-mean-token-sum"
+    assert "clips the ratio of a whole completion" not in once.render()
+    assert "clips the ratio of a whole completion" in convert_trl(["rloo", "--num_iterations", "2"]).render()
+
+
 def test_order_and_length_of_supervised_rows():
     """transformers shuffles; shuffle_dataset only does so once more, before. A reward model never sees cut pairs."""
     assert load("sft_trainer", convert_trl(["sft"]).arguments()).config.data.shuffle

@@ -86,6 +86,14 @@ def policy_loss(draft: Draft) -> None:
     cap = _NO_DUAL_CLIP if draft.value("delta") is None else draft.number("delta")
     draft.put(f"{ACTOR}.clip_ratio_c", cap, "delta", why="without delta there is no dual clip")
     if estimator == "rloo":
+        why = "TRL adds the log-probs of a completion's tokens"
+        key = f"{ACTOR}.loss_agg_mode"
+        draft.overrides[key] = Override(key, "seq-mean-token-sum", "", why)
+        if updates_per_step(draft) > 1:
+            draft.notes.append(
+                "TRL's RLOO clips the ratio of a whole completion, here that of each token: with several "
+                "updates per step the losses differ."
+            )
         return
     name = str(draft.value("loss_type") or "dapo")
     if name not in _LOSSES:
