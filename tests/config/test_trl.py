@@ -152,7 +152,7 @@ def test_order_and_length_of_supervised_rows():
     assert keys_of(convert_trl(["grpo", "--shuffle_dataset", "false"]))["data.shuffle"] is False
     reward = convert_trl(["reward"])
     assert load("rm_trainer", reward.arguments()).config.data.truncation == "error"
-    assert "longer than max_length" in reward.render()
+    assert "longer than max_length" in reward.render() and "set loss.margin=true" in reward.render()
 
 
 def test_a_chat_template_of_another_model_is_not_taken_for_jinja():
@@ -166,6 +166,8 @@ def test_losses_of_dpo_with_weights():
     found = keys_of(convert_trl(["dpo", "--loss_type", "sigmoid", "sft", "--loss_weights", "1.0", "0.2"]))
     assert found["loss.type"] == "dpo"
     assert found["loss.nll_coef"] == 0.2
+    averaged = keys_of(convert_trl(["dpo", "--loss_type", "sigmoid_norm"]))
+    assert (averaged["loss.type"], averaged["loss.length_normalized"]) == ("dpo", True)
 
 
 def test_every_argument_of_trl_is_known():

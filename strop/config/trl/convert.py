@@ -199,6 +199,7 @@ def _supervised(draft: Draft) -> None:
             "TRL leaves out pairs that are longer than max_length. Here they are an error: raise "
             "data.max_length, or remove them from the file."
         )
+        draft.notes.append("TRL subtracts the column `margin` of rows that have it: set loss.margin=true.")
     else:
         side = "right" if draft.value("truncation_mode") == "keep_start" else "left"
         why = "a row that is too long is an error by default"
@@ -245,12 +246,14 @@ def _dpo(draft: Draft) -> None:
     names = written if isinstance(written, list) else [written]
     weights = draft.value("loss_weights") or [1.0] * len(names)
     assert isinstance(weights, list)
-    kinds = {"sigmoid": "dpo", "ipo": "ipo"}
+    kinds = {"sigmoid": "dpo", "sigmoid_norm": "dpo", "ipo": "ipo"}
     for name, weight in zip(names, weights, strict=False):
         if name == "sft":
             draft.put("loss.nll_coef", float(weight), "loss_type", "loss_weights")
         elif name in kinds and weight == 1:
             draft.put("loss.type", kinds[name], "loss_type")
+            if name == "sigmoid_norm":
+                draft.put("loss.length_normalized", True, "loss_type")
         else:
             draft.unmapped.append(("loss_type", f"{name} x {weight}", "losses are dpo, ipo and simpo"))
 
