@@ -138,6 +138,16 @@ def test_values_that_switch_something_off(tmp_path: Path):
     assert "strop.sft('m', val=held_out, **keys)" in conversion.render()
 
 
+def test_validation_samples_as_training_does():
+    words = ["grpo", "--eval_strategy", "steps", "--temperature", "0.7", "--num_generations", "8"]
+    config = load("ppo_trainer", convert_trl(words).arguments()).config
+    sampled = config.actor_rollout_ref.rollout.val_kwargs
+    assert (sampled.do_sample, sampled.temperature, sampled.n) == (True, 0.7, 8)
+    assert not config.trainer.val_before_train
+    fewer = keys_of(convert_trl([*words, "--num_generations_eval", "2", "--eval_on_start"]))
+    assert fewer["actor_rollout_ref.rollout.val_kwargs.n"] == 2 and "trainer.val_before_train" not in fewer
+
+
 def test_the_loss_of_rloo_is_a_sum_over_tokens():
     """TRL takes the log-prob of the whole completion: long ones weigh more than in a mean over tokens."""
     once = convert_trl(["rloo"])

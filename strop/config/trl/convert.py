@@ -21,6 +21,7 @@ from strop.config.trl.policy_rules import (
     kl,
     policy_loss,
     updates_per_step,
+    validation,
 )
 from strop.config.trl.script import Expression, read_trl
 from strop.config.trl.table import ARGUMENTS, COMBINED, GENERATIONS, LEARNING_RATES, MISSING, PAIRS, RL
@@ -38,7 +39,7 @@ def convert_trl(words: list[str]) -> Conversion:
     draft = Draft(read_trl(words))
     _single_arguments(draft)
     rules = [_model, _optimizer, _precision, _saving]
-    rules += [batches, policy_loss, kl, engine] if draft.run.trainer in RL else [_supervised]
+    rules += [batches, policy_loss, kl, engine, validation] if draft.run.trainer in RL else [_supervised]
     for rule in rules:
         rule(draft)
     _report_rest(draft)

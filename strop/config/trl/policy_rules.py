@@ -139,3 +139,24 @@ def engine(draft: Draft) -> None:
     width = int(draft.number("vllm_tensor_parallel_size"))
     draft.put(f"{_ROLLOUT}.tensor_model_parallel_size", width, "vllm_tensor_parallel_size")
     draft.notes.append("Without rollout.name=vllm the native engine samples, from the trainer's own weights.")
+
+
+def validation(draft: Draft) -> None:
+    """TRL samples in evaluation as in training, several completions per prompt; here it is greedy by
+    default."""
+    if draft.value("eval_strategy") == "no":
+        return
+    config = draft.run.config
+    settings = {
+        "do_sample": True,
+        "temperature": config.get("temperature", 1.0),
+        "top_p": config.get("top_p", 1.0),
+        "top_k": draft.value("top_k") or 0,
+        "n": config.get("num_generations_eval")
+        or config.get("num_generations", GENERATIONS[draft.run.trainer]),
+    }
+    for name, value in settings.items():
+        if not isinstance(value, Expression):
+            draft.put(f"{_ROLLOUT}.val_kwargs.{name}", value, "eval_strategy", why="sampled as in training")
+    if not config.get("eval_on_start"):
+        draft.put("trainer.val_before_train", False, "eval_strategy", why="not before the first step")

@@ -94,6 +94,7 @@ COMBINED = {
     "save_strategy": "steps",
     "eval_steps": None,
     "eval_strategy": "no",
+    "eval_on_start": False,
     "logging_steps": 10,
     "save_total_limit": None,
     "lr_scheduler_type": "linear",
