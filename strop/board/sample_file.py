@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from strop.board.run_index import NotFound
-from strop.run.sample_table import IMAGES
+from strop.run.sample_table import IMAGES, SAMPLE_SCHEMA, TOKEN_TABLES
 
 GROUP_FACTS = [
     "group",
@@ -48,6 +48,8 @@ SAMPLE_FACTS = [
     "turns",
 ]
 TEXTS = ("prompt", "response", "ground_truth")
+LISTS = ("ids", "tokens", "role", "rollout_log_probs", *TOKEN_TABLES)
+"""Columns with a value for each token."""
 IMAGE_FACTS = ("width", "height", "video")
 
 SHOWN: dict[str, pc.Expression | None] = {
@@ -96,9 +98,24 @@ def open_samples(path: Path) -> Iterator[pq.ParquetFile]:
                 raise DamagedSampleFile(
                     f"{path.name} has no column {', '.join(missing)}: another program or version wrote it."
                 )
+            strange = [field.name for field in file.schema_arrow if not _is_as_written(field)]
+            if strange:
+                raise DamagedSampleFile(
+                    f"{path.name} has other values in {', '.join(strange)}: another program or version wrote "
+                    "it."
+                )
             yield file
     except (pa.ArrowException, OSError) as error:
         raise DamagedSampleFile(f"{path.name} is damaged: {str(error)[:200]}") from error
+
+
+def _is_as_written(field: pa.Field) -> bool:
+    """Whether a column has the type that a run writes."""
+    if field.name in LISTS:
+        return bool(pa.types.is_list(field.type))
+    if field.name in SAMPLE_SCHEMA.names:
+        return bool(field.type == SAMPLE_SCHEMA.field(field.name).type)
+    return True
 
 
 NO_GROUPS = pa.table({"group": pa.array([], pa.int64())})

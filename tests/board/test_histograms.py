@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from strop.board import histograms as module
 from strop.board.histograms import counts, histograms, spaced
 from strop.board.run_index import RunFolder
-from strop.board.sample_pages import SampleFolder
+from strop.board.sample_pages import Query, SampleFolder
 from tests.board.scene import answer, write_step
 
 
@@ -26,6 +28,20 @@ def test_counts_of_scores_and_lengths_by_step(tmp_path: Path) -> None:
     assert [(row[0], row[-1], sum(row)) for row in score["counts"]] == [(2, 1, 3), (0, 2, 2)]
     lengths = found["response_tokens"]
     assert isinstance(lengths, dict) and (lengths["edges"][0], lengths["edges"][-1]) == (1.0, 4.0)
+
+
+def test_a_file_of_another_program_hides_no_steps(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write_step(tmp_path, "train", step, [answer("x")])
+    file = tmp_path / "samples" / "train_000002.parquet"
+    table = pq.read_table(file)
+    texts = pa.array(["high"] * table.num_rows)
+    pq.write_table(table.set_column(table.column_names.index("score"), "score", texts), file)
+    samples = SampleFolder(RunFolder("id", "run", tmp_path))
+    found = histograms(samples, "train", 10.0)
+    assert found["steps"] == [1]
+    assert "train_000002.parquet has other values in score" in found["damaged"][0]  # type: ignore[index]
+    assert len(samples.scan("train", Query())["groups"]) == 1  # type: ignore[arg-type]
 
 
 def test_reading_ends_with_the_time(tmp_path: Path) -> None:
