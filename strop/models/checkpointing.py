@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from strop.models.lora import base_model
 from strop.models.residual import AddingLinear
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,11 @@ def checkpoint_activations(model: PreTrainedModel, mode: Checkpointing = "full")
     """Turn gradient checkpointing on. `model.gradient_checkpointing_disable()` turns it off."""
     if mode == "none":
         return
+    if not base_model(model).supports_gradient_checkpointing:
+        raise ValueError(
+            f"{type(base_model(model)).__name__} does not support gradient checkpointing. Set "
+            "model.enable_gradient_checkpointing=false."
+        )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if mode == "full":
         return

@@ -70,12 +70,12 @@ def plan_of(model: nn.Module, size: int, key: str = "tensor_parallel_size") -> d
             if ".layers." in name and pattern.fullmatch(name):
                 modules[name] = module
                 found[name] = style
-    _refuse_uneven(cast("PreTrainedModel", model), modules, found, size)
+    _refuse_uneven(cast("PreTrainedModel", model), modules, found, size, key)
     return found
 
 
 def _refuse_uneven(
-    model: PreTrainedModel, modules: dict[str, nn.Module], plan: dict[str, str], size: int
+    model: PreTrainedModel, modules: dict[str, nn.Module], plan: dict[str, str], size: int, key: str
 ) -> None:
     """Refuse a `size` that does not divide the heads or the matrices of the model."""
     config = model.config.get_text_config()
@@ -96,8 +96,7 @@ def _refuse_uneven(
         if count % size:
             fitting = [one for one in range(1, size) if all(other % one == 0 for other in counts.values())]
             raise ValueError(
-                f"tensor_parallel_size={size} does not divide the {count} {what} of the model. Set one of "
-                f"{fitting}."
+                f"{key}={size} does not divide the {count} {what} of the model. Set one of {fitting}."
             )
 
 

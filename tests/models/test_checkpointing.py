@@ -79,6 +79,13 @@ def test_a_small_pass_computes_nothing_again():
     assert found == [1, 2] and checkpointed_layers(model) == layers
 
 
+def test_a_model_without_it_says_what_to_set(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(model, "supports_gradient_checkpointing", False)
+    with pytest.raises(ValueError, match=r"Set model\.enable_gradient_checkpointing=false"):
+        checkpoint_activations(model)
+
+
 def test_disabled_it_is_gone_and_without_gradients_it_does_nothing():
     model = tiny_model()
     checkpoint_activations(model, "selective")

@@ -39,8 +39,9 @@ def test_what_cannot_be_divided_is_refused():
         ValueError, match=r"tensor_parallel_size=4 does not divide the 2 key-value heads.*one of \[1, 2\]"
     ):
         plan_of(tiny_model(), 4)
-    with pytest.raises(ValueError, match=r"does not divide the 47 outputs of gate_proj"):
-        plan_of(tiny_model(intermediate_size=47), 2)
+    key = "rollout.tensor_model_parallel_size"
+    with pytest.raises(ValueError, match=f"^{key}=2 does not divide the 47 outputs of gate_proj"):
+        plan_of(tiny_model(intermediate_size=47), 2, key)
     with pytest.raises(
         ValueError, match=r"MixtralForCausalLM divides its layers in ways that are not supported.*experts"
     ):
