@@ -29,7 +29,7 @@ from strop.models.load import (
     resolve,
     weight_files,
 )
-from strop.models.lora import add_adapters, base_model, decoder_of, load_adapters
+from strop.models.lora import adapted_layers, add_adapters, base_model, decoder_of, load_adapters
 from strop.models.nf4.layers import quantize_layers
 from strop.models.patches import MODEL_PATCHES, PatchContext, apply_patches, choose_patches
 from strop.models.vision.passes import freeze_tower
@@ -294,7 +294,7 @@ def _quantized(model: PreTrainedModel, dtype: torch.dtype, device: torch.device 
 
 def _with_adapters(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
     if settings.lora_adapter_path:
-        return load_adapters(model, settings.lora_adapter_path)
+        return _with_dropout(load_adapters(model, settings.lora_adapter_path), settings.lora_dropout)
     if settings.lora_rank > 0:
         return add_adapters(
             model,
@@ -305,6 +305,17 @@ def _with_adapters(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedM
             exclude_modules=settings.exclude_modules,
         )
     return model
+
+
+def _with_dropout(adapted: Any, rate: float) -> Any:
+    """Loaded adapters with this dropout. Folders have that of an earlier training, often 0.05, with which the
+    policy that is trained would not be the one that samples."""
+    for layer in adapted_layers(adapted):
+        for name in layer.lora_dropout:
+            layer.lora_dropout[name] = nn.Dropout(rate) if rate else nn.Identity()
+    for settings in adapted.peft_config.values():
+        settings.lora_dropout = rate
+    return adapted
 
 
 # --- meta device --------------------------------------------------------------------------------------------

@@ -221,6 +221,18 @@ def test_lora_from_the_configuration(folder, tmp_path):
         build_policy(ModelConfig(path=str(folder), lora_adapter_path=str(folder)))
 
 
+def test_dropout_of_loaded_adapters_is_that_of_the_configuration(folder, tmp_path):
+    kind = LoraConfig(
+        r=2, lora_alpha=64, lora_dropout=0.5, target_modules=["q_proj"], init_lora_weights=False
+    )
+    get_peft_model(tiny_model(), kind).save_pretrained(tmp_path)
+    policy = build_policy(ModelConfig(path=str(folder), lora_adapter_path=str(tmp_path))).train()
+    assert torch.equal(log_probs(policy), log_probs(policy))
+    noisy = build_policy(ModelConfig(path=str(folder), lora_adapter_path=str(tmp_path), lora_dropout=0.2))
+    assert noisy.peft_config["default"].lora_dropout == 0.2
+    assert not torch.equal(log_probs(noisy.train()), log_probs(noisy))
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
