@@ -1,4 +1,4 @@
-"""Cancelled coroutines of engines that sample from the trainer's module."""
+"""Cancelled coroutines whose work in another thread uses the trainer's module."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from strop.rollout.cancellation import result_when_free
 from strop.serve.messages import SampledSequence
 from strop.serve.requests import SampleRequest
 from strop.serve.store import ModelRecord, Stored
@@ -152,7 +153,8 @@ class Dispatcher:
                 job.done.set_result(row)
 
     async def _in_thread(self, call: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        """A caller that is cancelled keeps its turn until the call has ended."""
+        return await result_when_free(asyncio.get_running_loop().run_in_executor(self._thread, call))
 
     async def close(self) -> None:
         await self._in_thread(self._trainer.close)

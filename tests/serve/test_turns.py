@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 from strop.serve.dispatch import Dispatcher
@@ -86,3 +87,44 @@ def test_more_samplers_than_places_do_not_withdraw_each_other_forever() -> None:
         return await asyncio.gather(*(dispatcher.sample(path, request, 0) for path in paths))
 
     assert asyncio.run(asyncio.wait_for(scene(), 10)) == [f"p{number % 4}" for number in range(12)]
+
+
+def test_a_cancelled_sample_keeps_its_turn_until_its_weights_are_published() -> None:
+    """Another sample would begin in between, and may lose its own weights to those that are published."""
+    publishing = threading.Event()
+    happened: list[str] = []
+
+    class Trainer:
+        host: Any
+
+        def __init__(self) -> None:
+            self.host = self
+
+        def is_published(self, sampler: str | None) -> bool:
+            return sampler is None
+
+        def publish(self, sampler: str) -> None:
+            happened.append("publishes")
+            assert publishing.wait(10)
+            happened.append("published")
+
+        async def sample(self, sampler: str | None, request: object, seed: int) -> list[object]:
+            happened.append("samples")
+            return []
+
+    async def scene() -> None:
+        trainer: Any = Trainer()
+        request: Any = None
+        dispatcher = Dispatcher(trainer, lambda *_: None)
+        gone = asyncio.create_task(dispatcher.sample("weights", request, 0))
+        while not happened:
+            await asyncio.sleep(0.001)
+        gone.cancel()
+        other = asyncio.create_task(dispatcher.sample(None, request, 0))
+        await asyncio.sleep(0.02)
+        publishing.set()
+        await asyncio.gather(gone, other, return_exceptions=True)
+        assert gone.cancelled()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+    assert happened == ["publishes", "published", "samples"]
