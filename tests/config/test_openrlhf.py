@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.arithmetic import plan_ppo, plan_supervised
+from strop.config.compose import load
 from strop.config.openrlhf.command import TRAINERS
-from strop.config.openrlhf.convert import convert, hydra_argument
+from strop.config.openrlhf.convert import ROOT_OF_VERB, convert, hydra_argument
 from strop.config.openrlhf.rules import OUT_OF_REACH
 from strop.config.openrlhf.table import VERBS, names_of
 from strop.config.rules import check
@@ -372,6 +373,16 @@ def test_a_conversation_column():
     assert (last["data.prompt_key"], last["data.response_key"]) == ("messages", None)
 
 
+def test_a_norm_of_zero_clips_nothing():
+    for words in (["train_ppo_ray", "--max_norm", "0"], ["train_sft", "--max_norm", "0"]):
+        conversion = convert(words)
+        norms = [
+            value for key, value in values(conversion).items() if key.endswith(("grad_clip", "clip_grad"))
+        ]
+        assert norms and min(norms) > 1e6
+        load(ROOT_OF_VERB[conversion.verb], conversion.arguments())  # 0 is refused
+
+
 def test_mixed_generations_are_read_and_mentioned():
     conversion = convert(["train_sft", "--model.model_name_or_path", "m", "--max_len", "99"])
     assert values(conversion)["data.max_length"] == 99
@@ -481,7 +492,7 @@ def test_odd_paths_arrive_as_they_are():
 
 
 def test_the_reward_server_converts() -> None:
-    from strop.config.compose import load
+
 
     command = (
         "python -m openrlhf.cli.serve_rm --reward_pretrain m --port 5001 --bf16 --flash_attn --batch_size 16"

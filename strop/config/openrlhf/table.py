@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 SUPERVISED = ("sft", "rm", "dpo")
 VERBS = ("ppo", *SUPERVISED)
 SAVED = ["model", "optimizer", "extra"]
+NO_CLIPPING = 1e9
+"""A norm that no gradient reaches, where 0 switches clipping off."""
 
 ConvertValue: TypeAlias = Callable[[Any], object]
 
@@ -335,6 +337,7 @@ TRANSFORMS: dict[str, Transform] = {
     "files": Transform(split_commas, join_commas),
     "floats": Transform(_floats, join_commas),
     "samples": Transform(_same, _positive_count),
+    "clip": Transform(lambda norm: norm or NO_CLIPPING, lambda norm: norm if norm < NO_CLIPPING else 0.0),
     "negate": Transform(lambda on: not on, lambda value: not value),
     "zero_stage": Transform(lambda stage: stage >= 3, _zero_stage),
     "dtype": _named({"bf16": "bfloat16", "fp16": "float16"}, "the precision"),

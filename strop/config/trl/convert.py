@@ -13,6 +13,7 @@ import math
 
 from strop.config.openrlhf.command import Override
 from strop.config.openrlhf.convert import Conversion
+from strop.config.openrlhf.table import NO_CLIPPING
 from strop.config.trl.draft import ACTOR, Draft
 from strop.config.trl.policy_rules import (
     batches,
@@ -30,8 +31,6 @@ from strop.registry import did_you_mean
 VERBS = {"grpo": "ppo", "rloo": "ppo", "sft": "sft", "dpo": "dpo", "reward": "rm"}
 FUNCTIONS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model"}
 """TRL's trainer, and the function of `import strop` that does the same."""
-NO_CLIPPING = 1e9
-"""A norm that no gradient reaches, for max_grad_norm=0."""
 
 
 def convert_trl(words: list[str]) -> Conversion:
