@@ -493,7 +493,6 @@ def test_odd_paths_arrive_as_they_are():
 
 def test_the_reward_server_converts() -> None:
 
-
     command = (
         "python -m openrlhf.cli.serve_rm --reward_pretrain m --port 5001 --bf16 --flash_attn --batch_size 16"
     )
