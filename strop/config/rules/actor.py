@@ -184,12 +184,15 @@ def optimizer(loaded: Loaded[PpoConfig]) -> Findings:
 
 
 def one_device_optimizer(section: str, optim: OptimConfig, devices: int) -> Findings:
-    """AdamW8bit cuts whole weights into blocks, which the shards of several devices would cut through."""
-    if optim.optimizer == "AdamW8bit" and optim.optimizer_impl == "torch.optim" and devices > 1:
+    """AdamW8bit cuts whole weights into blocks, which the shards of several devices would cut through.
+    Adafactor of torch takes means of whole rows and columns, and fails with sharded weights in its first
+    step."""
+    alone = optim.optimizer in ("AdamW8bit", "Adafactor") and optim.optimizer_impl == "torch.optim"
+    if alone and devices > 1:
         yield error(
             f"{section}.optimizer",
-            f"AdamW8bit works on one device, but there are {devices}: its state is not sharded. Use AdamW, "
-            "whose state is divided over the devices, or Muon.",
+            f"{optim.optimizer} works on one device, but there are {devices}: its state is not sharded. Use "
+            "AdamW, whose state is divided over the devices, or Muon.",
         )
 
 
