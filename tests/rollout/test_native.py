@@ -184,7 +184,7 @@ def test_sleep_frees_the_cache_and_refuses_while_requests_run() -> None:
 def test_a_training_pass_during_a_rollout_is_refused() -> None:
     model = tiny.make()
     engine = NativeEngine(model)
-    with engine.borrowed_model(), pytest.raises(ValueError, match="borrowed by the native rollout engine"):
+    with engine.borrowed_model(), pytest.raises(ValueError, match="run while the native engine samples"):
         model(input_ids=torch.tensor([[1, 2]]))
     assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 2, tiny.VOCABULARY)
 
