@@ -75,8 +75,8 @@ class ActorUpdate:
     def __post_init__(self) -> None:
         self.actor: ActorConfig = self.config.actor_rollout_ref.actor
         correction = self.config.algorithm.rollout_correction
-        self.loss_mode = policy_loss_name(self.config)
-        entry = POLICY_LOSSES.entry(self.loss_mode)
+        entry = POLICY_LOSSES.entry(policy_loss_name(self.config))
+        self.loss_mode = entry.name  # the configuration may spell it in capitals
         facts = entry.facts
         self.policy_loss: Callable[..., PolicyLoss] = entry.load()
         self.aggregation: Aggregation = AGGREGATIONS.get(facts["aggregation"] or self.actor.loss_agg_mode)

@@ -110,6 +110,13 @@ def test_empty_rows_count_where_the_framework_counts_them(compat: str, sequences
     assert objective._totals(batch_of([sample(0, 1.0), sample(0, 0.0, (0, 0))])).sequences == sequences
 
 
+@pytest.mark.parametrize("name", ["cispo", "CISPO"])
+def test_a_policy_loss_is_the_same_in_capitals(name: str) -> None:
+    keys = ["algorithm.compat=trl", f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.clip_ratio_high=5.0"]
+    arguments = ActorUpdate(load("ppo_trainer", keys).config, width=2.0).fixed_arguments
+    assert (arguments["clip_low"], arguments["clip_high"]) == (1.0, 4.0)  # TRL: ratios are at most 5
+
+
 @pytest.mark.parametrize(
     ("compat", "estimator"), [("verl", "gae"), ("openrlhf", "group_norm"), ("trl", "grpo")]
 )
