@@ -25,7 +25,7 @@ ROOT = REPOSITORY / "strop"
 
 # A folder imports folders of earlier lines only, never a folder of its own line or a later one.
 FLOORS = [
-    {"registry", "extras", "errors", "concurrency", "http_replies", "__init__"},
+    {"registry", "extras", "errors", "concurrency", "host", "http_replies", "__init__"},
     {"compat"},
     {"catalog", "stopping"},
     {"config"},

@@ -13,8 +13,8 @@ import asyncio
 
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tools import AbandonableThreads, StatelessTool, ToolResult, ToolSchema
+from strop.host import cores_per_rank
 from strop.registry import did_you_mean
-from strop.rewards.sandbox.cores import cores_per_rank
 from strop.rewards.sandbox.launch import choose_isolation, run_tests
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxLimits
 

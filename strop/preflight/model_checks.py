@@ -4,7 +4,6 @@ run fits into the memory of this machine's devices."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,6 +15,7 @@ from strop.config.rules.router_replay import MODE
 from strop.config.schema.model import FsdpConfig, ModelConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
+from strop.host import host_memory
 from strop.planning.advice import Advice, advise, complaint
 from strop.planning.devices import DEVICES, OTHER, Device, PlannedCluster
 from strop.planning.knobs import SettingChange, changed
@@ -289,7 +289,7 @@ def local_device(trainer: TrainerConfig) -> Device | None:
             return gpu
     if trainer.device not in ("auto", "cpu"):
         return None
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, trainer.n_gpus_per_node)
+    memory = host_memory() // max(1, trainer.n_gpus_per_node)
     return dataclasses.replace(DEVICES["cpu"], memory=memory)
 
 

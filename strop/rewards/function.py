@@ -19,9 +19,9 @@ from typing import NamedTuple, TypeVar
 from strop.catalog import SCORERS
 from strop.concurrency import BackgroundLoop
 from strop.config.schema.reward import SandboxFusionConfig
+from strop.host import cores_per_rank
 from strop.registry import Entry, did_you_mean, load_attribute, nearest
 from strop.rewards.base import RewardSample
-from strop.rewards.sandbox.cores import cores_per_rank
 from strop.rewards.signatures import (
     LIST_ARGUMENTS,
     SAMPLE_ARGUMENTS,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from strop.rewards.sandbox.cores import usable_cores
+from strop.host import usable_cores
 
 SIOCGIFADDR = 0x8915
 """Number of the Linux system call that returns the IPv4 address of an interface."""

@@ -25,6 +25,7 @@ from strop.config.schema.megatron import MegatronConfig
 from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
 from strop.config.schema.rollout import RolloutConfig
 from strop.data.chat import stop_ids
+from strop.host import cores_per_rank
 from strop.models.build import (
     attention_of,
     build_critic,
@@ -35,7 +36,6 @@ from strop.models.build import (
 )
 from strop.models.load import resolve
 from strop.ranks import Ranks
-from strop.rewards.sandbox.cores import cores_per_rank
 from strop.rollout.base import Engine, Sampling, build_engine
 from strop.types import Batch, Images
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.rewards.sandbox import cgroup, cores, launch, seccomp
+from strop.rewards.sandbox import cgroup, launch, seccomp
 from strop.rewards.sandbox.cgroup import Membership, memory_group, parent_groups
 from strop.rewards.sandbox.launch import LEVELS, STRONG_LEVELS, isolation_problem, run_program
 from strop.rewards.sandbox.limits import SandboxLimits
@@ -101,26 +101,6 @@ def test_programs_run_in_a_control_group(monkeypatch):
     outcome = run_program(program, limits=LIMITS, level="limits")
     assert groups[0] is not None and Path(groups[0]).name in outcome.stdout
     assert not Path(groups[0]).exists()
-
-
-def test_programs_share_no_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr(cores, "GROUPS", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert cores.cores_per_rank() == 16
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cores.cores_per_rank() == 4
-    (tmp_path / "cpu.max").write_text("850000 100000\n")
-    assert cores.cores_per_rank() == 2
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert cores.cores_per_rank() == 1
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cores.cores_per_rank() == 4
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    for quota, expected in (("-1\n", 4), ("800000\n", 2)):
-        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
-        assert cores.cores_per_rank() == expected
 
 
 def test_where_groups_are(tmp_path):

@@ -164,7 +164,7 @@ def test_huge_pages_are_asked_for_only_where_asking_helps(
 def test_on_a_gpu_the_hosts_operations_leave_cores_free(monkeypatch, cores, ranks, threads):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    monkeypatch.setattr("strop.rewards.sandbox.cores.cpu_quota", lambda groups: math.inf)
+    monkeypatch.setattr("strop.host.cpu_quota", lambda groups: math.inf)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     before = torch.get_num_threads()
     try:

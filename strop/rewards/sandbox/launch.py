@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import strop
+from strop.host import cores_per_rank
 from strop.rewards.sandbox import (
     HEADER,
     checker,  # noqa: F401 - compiled here once, so that the interpreters of programs need not
@@ -43,7 +44,6 @@ from strop.rewards.sandbox import (
     sandbox_child,  # noqa: F401
 )
 from strop.rewards.sandbox.cgroup import memory_group
-from strop.rewards.sandbox.cores import cores_per_rank
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits, SupervisorKilled
 from strop.rewards.sandbox.work_folder import empty_folder
 

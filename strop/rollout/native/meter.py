@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from strop.host import host_memory
 
 _STEP_COUNTERS = {"steps_to_8_rows": 8, "steps_to_64_rows": 64, "steps_to_256_rows": 256}
 """Decode steps are counted by their number of rows: up to each of these, and more."""
@@ -159,7 +160,7 @@ def cache_memory(model: nn.Module, device: torch.device, share: float, held: int
     """Bytes for the cache, so that weights and cache together take `share` of the device; on a CPU, a quarter
     of the host. `held`: bytes that the cache already has; `copies`: bytes of quantised weights."""
     if device.type != "cuda":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _HOST_FRACTION
+        return host_memory() // _HOST_FRACTION
     free, total = torch.cuda.mem_get_info(device)
     # Memory that torch has reserved and does not use is available too.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) + held

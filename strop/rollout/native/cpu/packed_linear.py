@@ -10,7 +10,6 @@ never on a clock: a run must be repeatable to the bit.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Iterable
 from typing import TypeGuard
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strop.host import host_memory
 from strop.models.changes import Change, SetAttribute, done
 from strop.models.nf4.layers import Nf4Linear, dense_weight
 from strop.models.patches import Patch, PatchContext, always, is_chosen
@@ -51,7 +51,7 @@ def _packed_linear(model: nn.Module, context: PatchContext) -> list[Change]:
 
 def _fits(size: int) -> bool:
     """Whether copies of so many bytes are small beside the host's memory."""
-    return size * _HOST_SHARE <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return size * _HOST_SHARE <= host_memory()
 
 
 PACKED_LINEAR = Patch("packed_linear", always, _packed_linear)
