@@ -79,6 +79,23 @@ def test_questions_with_and_without_the_tool(tmp_path):
     assert called == ["4*6", "24-5"]
 
 
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("70% of (1150-150)", "700"),
+        ("20% * 50", "10"),
+        ("100% - 20%", "0.8"),
+        ("50 / 20%", "250"),
+        ("5% of 10% of 1000", "5"),
+        ("80*(1 + 12.5%)", "90"),
+        ("17 % 5", "2"),
+        ("(5+15)%(3+4)", "6"),
+    ],
+)
+def test_the_calculator_knows_percentages_and_modulo(expression, value):
+    assert script("tool_calculator/calculator").calculator(expression) == value
+
+
 class Words:
     """A tokenizer of words."""
 
