@@ -138,6 +138,13 @@ def test_known_mistakes(accepts: Callable[[str, str], bool], answer: str, truth:
         ("6.2831853", r"2\pi", True),
         ("6.283", r"2\pi", False),
         ("50\\%", "50", True),
+        ("2/3 cup", "2/3", True),
+        (r"\frac{1}{2}\text{ cup}", "0.5", True),
+        ("(1,2) cup (3,4)", r"(1,2) \cup (3,4)", True),
+        (r"\mathbf{7}", "7", True),
+        ("5 cm^①", "6", False),
+        (r"0.1\overline{①}", "0.1", False),
+        (r"2e-3\overline{3}", "2", False),
     ],
 )
 def test_words_units_and_sets(answer: str, truth: str, right: bool) -> None:
@@ -360,6 +367,12 @@ def test_geo3k_compares_by_value() -> None:
     assert geo3k.accuracy(r"\boxed{3\mathrm{i}}", "3") == 0.0
     assert geo3k.accuracy(r"\boxed{\sqrt{8}}", r"2\sqrt{2}") == 1.0
     assert geo3k.accuracy(r"\boxed{12\text{ cm}}", "12") == 1.0
+
+
+def test_a_number_of_many_digits_has_a_vote() -> None:
+    text = r"1500! \cdot 2^{5000}"  # more digits than Python writes
+    assert canonical(text) == text.replace(" ", "")
+    assert math_dapo.compute_score(f"Answer: {text}", "5")["score"] == -1.0
 
 
 def test_equal_answers_are_one_vote() -> None:

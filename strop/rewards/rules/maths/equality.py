@@ -28,6 +28,7 @@ from strop.rewards.rules.maths.values import evaluate, identical, proportional
 
 Match = Literal["exact", "approximate", "none"]
 MAX_PAIRS = 400
+MAX_WRITTEN_BITS = 14_000
 _PLAIN = re.compile(
     r"(-?)(?:([0-9]{1,100}(?:\.[0-9]{1,100})?)"
     r"|\\[dt]?frac\{([0-9]{1,100})\}\{([0-9]{1,100})\}|([0-9]{1,100})/([0-9]{1,100}))"
@@ -107,10 +108,15 @@ def canonical(answer: str) -> str:
                 value = evaluate(reading.node)
             except (Undefined, TooLarge):
                 break
-            if isinstance(value, Fraction):
+            if isinstance(value, Fraction) and _is_short(value):
                 return str(value)
         break
     return clean(answer).replace(" ", "")
+
+
+def _is_short(value: Fraction) -> bool:
+    """Whether the digits can be written: Python refuses integers of more than 4,300 digits."""
+    return max(value.numerator.bit_length(), value.denominator.bit_length()) <= MAX_WRITTEN_BITS
 
 
 def _same_choice(answer: str, truth: str) -> bool:

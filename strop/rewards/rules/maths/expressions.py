@@ -250,7 +250,7 @@ class _Reader:
 
     def number(self, text: str) -> Node:
         """Read what may follow digits: a repeating part, dots, or the base of the numeral."""
-        if self.next.text == "\\overline" and "." in text + ".":
+        if self.next.text == "\\overline" and "e" not in text.lower():
             repeating = self.repeating(text)
             if repeating is not None:
                 return repeating
@@ -278,7 +278,7 @@ class _Reader:
         """Read 0.1\\overline{6}."""
         pieces = self.tokens[self.position : self.position + 4]
         texts = [piece.text for piece in pieces]
-        if len(texts) < 4 or texts[1] != "{" or texts[3] != "}" or not texts[2].isdigit():
+        if len(texts) < 4 or texts[1] != "{" or texts[3] != "}" or not texts[2].isdecimal():
             return None
         self.position += 4
         return _periodic(text, texts[2])

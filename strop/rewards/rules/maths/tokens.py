@@ -12,7 +12,7 @@ FUNCTION_NAMES = (
     *("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"),
     *("ln", "log", "lg", "exp", "asin", "acos", "atan"),
 )
-PLAIN_COMMANDS = (*FUNCTION_NAMES, "sqrt", "pi", "infty", "infinity", "cup", "cap", "pm")
+PLAIN_COMMANDS = (*FUNCTION_NAMES, "sqrt", "pi", "infty", "infinity", "cup", "cap")
 _FONTS = ("text", "textbf", "textit", "textrm", "textnormal", "textsf", "mbox", "hbox", "texttt", "emph")
 _UPRIGHT = (
     "mathrm",
@@ -156,7 +156,8 @@ def _argument(text: str, position: int) -> tuple[str, int]:
 def _cut_font(text: str, position: int, font: str, tokens: list[Token]) -> int:
     """Cut the argument of a font command: words, or one letter."""
     argument, end = _argument(text, position)
-    if font in _UPRIGHT and (argument in ("i", "e") or (len(argument) == 1 and not _after_number(tokens))):
+    one_letter = len(argument) == 1 and argument.isalpha()
+    if font in _UPRIGHT and (argument in ("i", "e") or (one_letter and not _after_number(tokens))):
         tokens.append(Token("letter", argument))
     elif font in _UPRIGHT and argument in FUNCTION_NAMES:
         tokens.append(Token("command", "\\" + argument))
@@ -172,11 +173,10 @@ def _after_number(tokens: list[Token]) -> bool:
 def _cut_letters(run: str, tokens: list[Token], spaced: bool, in_text: bool) -> None:
     """Add a run of letters: a word, the name of a function, or a product of variables."""
     lower = run.lower()
-    if run in PLAIN_COMMANDS and not (in_text and run == "pm"):
+    if run in PLAIN_COMMANDS and not (run in ("cup", "cap") and _is_measured(tokens, in_text)):
         name = "\\infty" if run == "infinity" else "\\" + run
-        if run != "pm":
-            tokens.append(Token("command", name, spaced))
-            return
+        tokens.append(Token("command", name, spaced))
+        return
     if len(run) == 1:
         kind = "word" if in_text and _after_number(tokens) else "letter"
         tokens.append(Token(kind, run, spaced))
@@ -186,6 +186,11 @@ def _cut_letters(run: str, tokens: list[Token], spaced: bool, in_text: bool) -> 
         for letter in run:
             tokens.append(Token("letter", letter, spaced))
             spaced = False
+
+
+def _is_measured(tokens: list[Token], in_text: bool) -> bool:
+    """Whether a word behind the tokens is a unit, as in 1/2 cup; (1,2) cup (3,4) is a union."""
+    return in_text or (bool(tokens) and (tokens[-1].kind == "number" or tokens[-1].text == "}"))
 
 
 def _is_word(run: str, lower: str, tokens: list[Token]) -> bool:

@@ -155,7 +155,7 @@ def parse_unit(parts: list[str]) -> Unit | None:
         elif word in _POWERS:
             power = _POWERS[word]
         elif word not in _IGNORED:
-            if position + 1 < len(parts) and parts[position] == "^" and parts[position + 1].isdigit():
+            if position + 1 < len(parts) and parts[position] == "^" and parts[position + 1].isdecimal():
                 power = int(parts[position + 1][:2])
                 position += 2
             if not _multiply(dimensions, word, sign * power):
