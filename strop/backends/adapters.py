@@ -113,6 +113,8 @@ class AdapterSet:
         if name == self.active:
             return False
         backend = self._backend
+        if backend.offloading is not None:
+            backend.offloading.offload()  # the other adapter is onloaded by its own passes
         self._trained[self.active] = self._current()
         trained = self._trained[name]
         for parameter in backend.weights.parameters.values():

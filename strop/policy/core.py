@@ -362,12 +362,12 @@ class PolicyCore:
 
     def save_state(self, path: Path, adapter: str, counters: Mapping[str, int]) -> None:
         self.adapters.activate(adapter)
-        write_state(path, self.backend, {**counters, "updates": self._updates[adapter]})
+        write_state(path, self.backend, adapter, {**counters, "updates": self._updates[adapter]})
 
     def load_state(self, path: Path, adapter: str, optimizer: bool) -> dict[str, int]:
         """Returns the saved counters."""
         self.adapters.activate(adapter)
-        counters = read_state(path, self.backend, optimizer=optimizer)
+        counters = read_state(path, self.backend, adapter, optimizer=optimizer)
         self._updates[adapter] = counters["updates"]
         self._changed(adapter)
         return counters

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.backends.fsdp.sharded import shard_like, whole
 from strop.backends.single import ModuleBackend
-from strop.models.lora import has_adapters, without_adapter_name, write_adapter_config
+from strop.models.lora import adapter_scale, has_adapters, without_adapter_name, write_adapter_config
 from strop.run.atomic_files import flush_folder, flush_tree
 from strop.run.checkpoint import layout
 from strop.run.checkpoint.contents import (
@@ -37,12 +37,14 @@ CONTENTS = ("model", "optimizer", "extra")
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
 """Part with the name of the optimizer."""
+SCALE = "adapter_scale"
+"""Part with what the product of an adapter is multiplied by (alpha / rank)."""
 
 
 # --- exact state --------------------------------------------------------------------------------------------
 
 
-def write_state(path: Path, backend: ModuleBackend, counters: Mapping[str, int]) -> None:
+def write_state(path: Path, backend: ModuleBackend, adapter: str, counters: Mapping[str, int]) -> None:
     """Save weights, optimizer, schedule, accumulated gradients, random states and counters.
 
     `path/global_step_<updates>` is complete or absent; an older one is deleted when it is complete. Names of
@@ -61,12 +63,13 @@ def write_state(path: Path, backend: ModuleBackend, counters: Mapping[str, int])
     parts["random"] = capture_random_states()
     parts["policy"] = dict(counters)
     parts[OPTIMIZER] = _optimizer(backend)
+    parts[SCALE] = _scale(backend, adapter)
     keep = RetentionPolicy(newest=1)
     with Checkpoints(path, background=False, keep=keep, ranks=backend.ranks) as checkpoints:
         checkpoints.save(counters["updates"], parts)
 
 
-def read_state(path: Path, backend: ModuleBackend, *, optimizer: bool = True) -> dict[str, int]:
+def read_state(path: Path, backend: ModuleBackend, adapter: str, *, optimizer: bool = True) -> dict[str, int]:
     """Load what `write_state` saved; returns the counters. Without `optimizer` only the weights are loaded,
     and the optimizer starts from scratch."""
     folders = candidates(path) if layout.step_of(path) is None else [path]
@@ -80,6 +83,13 @@ def read_state(path: Path, backend: ModuleBackend, *, optimizer: bool = True) ->
             f"{folders[0]} was saved with optim.optimizer={saved_with}, and this policy has "
             f"{_optimizer(backend)}, whose state is another one. Make the policy with "
             f"optimizer={saved_with!r}, or load the weights alone by optimizer=False."
+        )
+    scale, own_scale = parts.get(SCALE), _scale(backend, adapter)
+    if scale is not None and own_scale is not None and scale != own_scale:
+        raise ValueError(
+            f"{folders[0]} was saved with lora_alpha / lora_rank = {scale:g}, and this adapter has "
+            f"{own_scale:g}: its weights would count {own_scale / scale:g} times as much. Set lora_alpha to "
+            f"{scale:g} times lora_rank."
         )
     names = {without_adapter_name(name): name for name in backend.weights.masters}
     state = role_state(ROLE, parts, CONTENTS)
@@ -102,6 +112,10 @@ def read_state(path: Path, backend: ModuleBackend, *, optimizer: bool = True) ->
 def _optimizer(backend: ModuleBackend) -> str:
     assert backend.settings.optim is not None
     return backend.settings.optim.optimizer
+
+
+def _scale(backend: ModuleBackend, adapter: str) -> float | None:
+    return adapter_scale(backend.module, adapter) if has_adapters(backend.module) else None
 
 
 # --- folders for sampling -----------------------------------------------------------------------------------

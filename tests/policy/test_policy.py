@@ -296,6 +296,47 @@ def test_adapters_accumulate_gradients_of_their_own(task: Path) -> None:
         assert same(masters(policy), masters(alone))
 
 
+OFFLOADED = {"actor_rollout_ref.actor.fsdp_config.optimizer_offload": True}
+
+
+def test_only_the_adapter_that_computes_is_on_the_device(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With optimizer_offload, though gradients of two adapters accumulate in turn."""
+    with make(task, lora_rank=4, **OFFLOADED) as policy:
+        data = rows(policy)
+        policy.add_adapter("b")
+        core = policy._core
+        on_device: set[str] = set()
+        moves = {
+            "onload": lambda **parts: on_device.add(core.adapters.active),
+            "offload": lambda **parts: on_device.discard(core.adapters.active),
+        }
+        for name, move in moves.items():
+            monkeypatch.setattr(core.backend, name, move)
+        for adapter in ("default", "b", "default", "b"):
+            policy.forward_backward(data, "ppo", adapter=adapter)
+            assert on_device == {adapter}
+        for adapter in ("default", "b"):
+            policy.optim_step(adapter=adapter)
+            assert not on_device
+
+
+@pytest.mark.gpu
+def test_offload_changes_no_number_of_adapters_in_turn(task: Path) -> None:
+    found = []
+    for keys in ({}, OFFLOADED):
+        with make(task, lora_rank=4, device="cuda", **keys) as policy:
+            data = rows(policy)
+            policy.add_adapter("b", seed=1)
+            for _ in range(2):
+                policy.forward_backward(data, "ppo")
+                policy.forward_backward(data, "cross_entropy", adapter="b")
+                policy.optim_step()
+                policy.optim_step(adapter="b")
+            found.append({**masters(policy), **masters(policy, "b")})
+    assert all(torch.equal(found[0][name].cpu(), found[1][name].cpu()) for name in found[0])
+    assert len(found[0]) == len(found[1]) and len(found[0]) % 2 == 0
+
+
 def test_an_adapter_can_be_removed(adapted: Policy) -> None:
     adapted.add_adapter("b")
     trained(adapted, "b")
@@ -435,6 +476,15 @@ def test_the_state_of_another_optimizer_is_refused(task: Path, policy: Policy, t
         assert same(masters(other), before)
         other.load_state(tmp_path, optimizer=False)
         assert same(masters(other), masters(policy))
+
+
+def test_the_state_of_an_adapter_with_another_scale_is_refused(task: Path, tmp_path: Path) -> None:
+    with make(task, lora_rank=4, lora_alpha=8) as policy:
+        policy.save_state(tmp_path)
+    with make(task, lora_rank=4, lora_alpha=16) as other:
+        for optimizer in (True, False):
+            with pytest.raises(ValueError, match="lora_alpha / lora_rank = 2, and this adapter has 4"):
+                other.load_state(tmp_path, optimizer=optimizer)
 
 
 def test_an_adapter_may_have_the_name_that_the_engine_has_for_no_adapter(adapted: Policy) -> None:

@@ -109,6 +109,19 @@ def test_abort_of_one_request_leaves_the_others_alone() -> None:
     )
 
 
+def test_requests_of_a_call_that_failed_are_not_computed_in_the_next_one() -> None:
+    engine = NativeEngine(tiny.make(), max_num_seqs=4)
+
+    def fail(free: int) -> list[Request]:
+        raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        engine.generate([Request(PROMPTS[0], n=3, seed=1)], SAMPLING, more=fail)
+    seen = count_tokens(engine.model)
+    engine.generate([Request(PROMPTS[1], seed=2)], SAMPLING)
+    assert set(seen[1:]) == {1}, "one row per step after the prompt"
+
+
 def test_a_cancelled_coroutine_frees_its_row() -> None:
     model = tiny.make()
     engine = NativeEngine(model)

@@ -124,22 +124,23 @@ class NativeEngine:
     ) -> list[list[Completion]]:
         states = [self.submit(request, sampling) for request in requests]
         pending = list(states)
-        with self.borrowed_model():
-            while pending or more is not None:
-                if more is not None and (free := self._num_free_slots()):
-                    further = [self.submit(request, sampling) for request in more(free)]
-                    if not further:
-                        more = None
-                    states += further
-                    pending += further
-                if not pending:
-                    continue
-                if pending[-1].done:
-                    pending.pop()
-                else:
-                    self.step()
-            with self._lock, self._on_stream():
-                self._drop_aborted()
+        try:
+            with self.borrowed_model():
+                while pending or more is not None:
+                    if more is not None and (free := self._num_free_slots()):
+                        further = [self.submit(request, sampling) for request in more(free)]
+                        more = more if further else None
+                        states += further
+                        pending += further
+                    if pending and pending[-1].done:
+                        pending.pop()
+                    elif pending:
+                        self.step()
+                with self._lock, self._on_stream():
+                    self._drop_aborted()
+        except BaseException:  # of `more`, or a signal: the next call must not compute these requests
+            self._cancelled.update(state.number for state in states)
+            raise
         return [state.result() for state in states]
 
     async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
@@ -287,9 +288,7 @@ class NativeEngine:
     def _num_free_slots(self) -> int:
         """Slots that no running or waiting sample will use."""
         scheduler = self._ready().scheduler
-        if scheduler.waiting:
-            return 0
-        return self._max_num_seqs - len(scheduler.running)
+        return 0 if scheduler.waiting else self._max_num_seqs - len(scheduler.running)
 
     @property
     def idle(self) -> bool:
