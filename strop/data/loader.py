@@ -66,11 +66,13 @@ class Loader(Generic[Item]):
         """`sampler` replaces the shuffled order; `workers` are processes that prepare items ahead of time."""
         if not len(dataset):
             raise ValueError("The data set holds no rows, so there is nothing to draw.")
-        if drop_last and len(dataset) < batch_size:
+        self.rows = len(sampler) if isinstance(sampler, Sized) else len(dataset)
+        """Rows of an epoch."""
+        if drop_last and self.rows < batch_size:
+            source = "The data set has" if sampler is None else "data.sampler gives"
             raise ValueError(
-                f"The data set has {len(dataset)} rows, fewer than one batch of {batch_size}, so no step "
-                f"could be made. Set data.train_batch_size (or data.gen_batch_size) to {len(dataset)} or "
-                "less."
+                f"{source} {self.rows} rows, fewer than one batch of {batch_size}, so no step could be "
+                f"made. Set data.train_batch_size (or data.gen_batch_size) to {self.rows} or less."
             )
         if workers and sampler is not None:
             raise ValueError(
@@ -95,10 +97,7 @@ class Loader(Generic[Item]):
 
     def __len__(self) -> int:
         """Batches per epoch."""
-        rows = len(self.dataset)
-        if isinstance(self.sampler, Sized):
-            rows = len(self.sampler)
-        batches, rest = divmod(rows, self.batch_size)
+        batches, rest = divmod(self.rows, self.batch_size)
         if rest and not self.drop_last:
             return batches + 1
         return batches

@@ -93,8 +93,11 @@ def attention_matrices(shape: Shape) -> Iterator[AdaptedMatrix]:
 
 
 def _latent_matrices(shape: Shape, latents: Latents) -> Iterator[AdaptedMatrix]:
-    yield AdaptedMatrix(shape.hidden, latents.queries)
-    yield AdaptedMatrix(latents.queries, shape.heads * (latents.plain + latents.rotary), "outputs")
+    source = shape.hidden
+    if latents.queries:
+        yield AdaptedMatrix(shape.hidden, latents.queries)
+        source = latents.queries
+    yield AdaptedMatrix(source, shape.heads * (latents.plain + latents.rotary), "outputs")
     yield AdaptedMatrix(shape.hidden, latents.keys + latents.rotary)
     yield AdaptedMatrix(latents.keys, shape.heads * (latents.plain + latents.values), "outputs")
     yield AdaptedMatrix(shape.heads * latents.values, shape.hidden, "inputs")

@@ -83,7 +83,7 @@ class Latents:
     """Multi-head latent attention: queries, and keys with values, are made of short vectors per token."""
 
     queries: int
-    """Numbers of the vector of which the queries of all heads are made."""
+    """Numbers of the vector of which the queries of all heads are made; 0: of the hidden state."""
     keys: int
     """The same for keys and values. It is what the KV cache holds, with the rotary part."""
     rotary: int
@@ -155,7 +155,10 @@ class Shape:
 
     def _latent_attention(self, latents: Latents) -> int:
         norms = latents.queries + latents.keys
-        queries = latents.queries * (self.hidden + self.heads * (latents.plain + latents.rotary))
+        made = self.heads * (latents.plain + latents.rotary)
+        queries = latents.queries * (self.hidden + made)
+        if not latents.queries:
+            queries = self.hidden * made
         keys = self.hidden * (latents.keys + latents.rotary)
         keys += latents.keys * self.heads * (latents.plain + latents.values)
         biases = (latents.queries + latents.keys + latents.rotary) * self.biased_inputs
@@ -259,11 +262,9 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
             f"{', '.join(sorted(FAMILIES))}."
         )
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [key for key in required if key not in values]
-    if missing:
-        raise ValueError(
-            f"{where} lacks {', '.join(missing)}, without which the size of the model is not known."
-        )
+    if not family.mixture:
+        required += ("intermediate_size",)
+    _check_sizes(values, required, where)
     hidden = _whole(values, "hidden_size")
     heads = _whole(values, "num_attention_heads")
     layers = _whole(values, "num_hidden_layers")
@@ -305,6 +306,19 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
         latents=latents,
         fused=family.fused,
     )
+
+
+def _check_sizes(values: ModelJson, required: tuple[str, ...], where: str) -> None:
+    """Refuse sizes that are missing, or that no model has."""
+    missing = [key for key in required if values.get(key) is None]
+    if missing:
+        raise ValueError(
+            f"{where} lacks {', '.join(missing)}, without which the size of the model is not known."
+        )
+    for key in required:
+        value = values[key]
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{where}: {key} must be a whole number above 0, it is {str(value)[:40]!r}.")
 
 
 def _latents(values: ModelJson) -> Latents:

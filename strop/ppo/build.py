@@ -26,6 +26,7 @@ from strop.config.derived import (
     resource_pools,
 )
 from strop.config.megatron import divides_reward_model
+from strop.config.schema.data import DataConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.rollout import RolloutConfig
 from strop.data.loader import Loader, PromptLoader, build_loader
@@ -99,7 +100,8 @@ def build_ppo(
     prompts = build_prompts(
         config.data, tokenizer, split="train", listing=agents.listing(), load_processor=load_processor
     )
-    plan = plan_ppo(config, rows=len(prompts))
+    rows = build_loader(training_data(config), prompts)
+    plan = plan_ppo(config, rows=rows.rows)
     assert plan.total_steps is not None
     engine_memory = EngineMemory()
     roles = build_roles(config, device, plan.total_steps, ranks, engine_memory.release)
@@ -110,7 +112,7 @@ def build_ppo(
     else:
         engine = engine_for(rollout, module, record_experts=records_experts(config))
     engine_memory.engine = engine
-    loader = training_loader(config, build_loader(config.data, prompts))
+    loader = training_loader(config, rows)
     sampler = Sampler(engine, rollout_seed(config), max_model_len(rollout), agents)
     collector = build_collector(config, sampler, tokenizer, module, device, ranks, given)
     run_ahead = build_run_ahead(config, sampler, collector.rollout, loader, plan.total_steps, ranks)
@@ -157,11 +159,19 @@ def rollout_seed(config: PpoConfig) -> int:
     return config.trainer.seed if seed is None else seed
 
 
+def training_data(config: PpoConfig) -> DataConfig:
+    """The settings of the training loader. Only dynamic sampling draws other batches than those of a step."""
+    if config.algorithm.filter_groups.enable:
+        return config.data
+    return dataclasses.replace(config.data, gen_batch_size=None)
+
+
 def training_loader(config: PpoConfig, loader: Loader) -> PromptLoader:
     """The loader, or its wrapper that keeps its state right when prompts are drawn ahead of training."""
     ahead = async_plan(config)
     if ahead.over_sampling > 1:
-        return OpenPrompts(loader)
+        rollout = config.actor_rollout_ref.rollout
+        return OpenPrompts(loader, rollout.n, rollout.response_length)
     return DrawnAhead(loader) if ahead.off_policy else loader
 
 

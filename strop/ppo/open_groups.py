@@ -108,8 +108,20 @@ class OpenGroup:
     def forget_if_empty(self) -> None:
         """A prompt that waited in the engine without a token is not started."""
         if not self.done and not self.tokens:
-            self.samples = []
-            self.step = 0
+            self.restart()
+
+    def restart(self) -> None:
+        """Forget the samples: the prompt is not started."""
+        self.samples = []
+        self.step = 0
+        self._packed = None
+
+    def fits(self, samples: int, max_tokens: int) -> bool:
+        """Whether it has as many samples as a prompt gets, none of them too long; or none at all."""
+        if not self.samples:
+            return True
+        lengths = [len(one.ids) + (one.finish == "abort") for one in self.samples]
+        return len(lengths) == samples and max(lengths) <= max_tokens
 
     def pack(self) -> PackedSamples:
         """The samples as arrays, made once for all states that are taken of them."""

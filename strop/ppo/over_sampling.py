@@ -9,6 +9,7 @@ prompts a step uses and where the others are interrupted.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from strop.rollout.base import Request
 from strop.rollout.first_finished import generate_until
 from strop.types import Prompt, Trajectory
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class OpenPrompts:
@@ -35,6 +38,9 @@ class OpenPrompts:
     """
 
     loader: Loader[Prompt]
+    samples_per_prompt: int
+    response_length: int
+    """Maximum tokens of a sample."""
     groups: list[OpenGroup] = field(default_factory=list)
     """In the order in which they were drawn."""
     asked_below: int = 0
@@ -96,6 +102,7 @@ class OpenPrompts:
         by_number = {group.number: group for group in self.groups}
         new = [group for group in self.groups if group.number >= drawn]
         self.groups = []
+        restarted = 0
         for one in saved["groups"]:
             group = by_number[one["number"]]
             if one.get("row", group.prompt.index) != group.prompt.index:
@@ -106,8 +113,17 @@ class OpenPrompts:
                     "begin a new run (trainer.resume_mode=disable)."
                 )
             group.load_state_dict(one)
+            if not group.fits(self.samples_per_prompt, self.response_length):
+                group.restart()
+                restarted += 1
             self.groups.append(group)
         self.groups += new
+        if restarted:
+            log.warning(
+                "rollout.n or data.max_response_length was changed: %d prompts with saved samples are "
+                "sampled again.",
+                restarted,
+            )
 
     def update(self, trajectories: list[Trajectory]) -> None:
         self.loader.update(trajectories)

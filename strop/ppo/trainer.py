@@ -45,6 +45,7 @@ from strop.shared.dropped_step import (
     end_if_stopped,
     save_and_log,
     save_before_end,
+    save_unvalidated,
     validate_again,
 )
 from strop.shared.run_output import RunOutput
@@ -99,7 +100,7 @@ class PpoTrainer:
                 self.report(record, trajectories, batch)
                 self.write_samples(record, trajectories, batch)
                 state = LoopState.of(self, self.step)
-                self.validate_if_due(record)
+                self.validate_if_due(record, state)
                 save_and_log(self.output, self, record)
                 end_if_stopped(self.output, self, record, state)
 
@@ -300,13 +301,17 @@ class PpoTrainer:
         self.output.keep_samples(trajectories, batch, self.step, record, self.update_log_probs)
         self.update_log_probs = None
 
-    def validate_if_due(self, record: StepRecord) -> None:
-        """Validate every trainer.test_freq steps and after the last one. A signal ends the validation; the
-        resumed run does it again."""
+    def validate_if_due(self, record: StepRecord, state: LoopState) -> None:
+        """Validate every trainer.test_freq steps and after the last one. A signal, or a scorer that fails for
+        all samples, ends the validation; the resumed run does it again. `state` is that before it."""
         every = self.config.trainer.test_freq
         if every > 0 and (self.step == self.total_steps or self.step % every == 0):
-            with drop_validation(self.output):
-                self.validate(record)
+            try:
+                with drop_validation(self.output):
+                    self.validate(record)
+            except BrokenScorer:
+                save_unvalidated(self.output, self, record, state)
+                raise
 
     def validate(self, record: StepRecord) -> None:
         """Sample and score the validation prompts; the metrics go into the record."""

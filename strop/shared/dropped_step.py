@@ -65,6 +65,20 @@ def drop_validation(output: RunOutput) -> Iterator[None]:
         output.validation = {}
 
 
+def save_unvalidated(output: RunOutput, loop: Loop, record: StepRecord, state: LoopState) -> None:
+    """Save and log a step whose validation failed: its weights are complete, and the resumed run validates
+    them."""
+    output.validation_dropped = True
+    output.validation = {}
+    if output.save_if_missing(loop, record, state):
+        log.error(
+            "The validation of step %d failed. The step is saved; the same command validates it again and "
+            "goes on.",
+            state.step,
+        )
+    output.log(record, state.step)
+
+
 def validate_again(output: RunOutput, loop: ValidatingLoop) -> None:
     """Do the validation that a signal ended, and save its result with the checkpoint of the step."""
     record = output.record(loop.step)

@@ -215,7 +215,9 @@ def test_a_sampler_without_state_is_run_forward(caplog: pytest.LogCaptureFixture
     third.load_state_dict(first.state_dict())
     assert "what it learned before the checkpoint is lost" in caplog.text
     with pytest.raises(ValueError, match=r"data\.sampler gave fewer than one batch of 2"):
-        Loader(range(6), 2, sampler=[1]).draw()
+        Loader(range(6), 2, sampler=iter([1])).draw()
+    with pytest.raises(ValueError, match=r"data\.sampler gives 1 rows, fewer than one batch of 2"):
+        Loader(range(6), 2, sampler=[1])
 
 
 def test_loaders_from_a_configuration(tmp_path: Path) -> None:

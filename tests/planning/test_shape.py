@@ -116,3 +116,33 @@ def test_what_is_not_known_is_said(tmp_path):
         read_shape(
             {"model_type": "llama", **{key: value for key, value in SIZE.items() if key != "vocab_size"}}
         )
+
+
+@pytest.mark.parametrize("value", [None, 0, -48, "48x", [48], 48.5])
+@pytest.mark.parametrize("key", ["intermediate_size", "num_attention_heads"])
+def test_a_size_that_is_missing_or_none_is_named(key, value):
+    with pytest.raises(ValueError, match=f"config.json.*{key}"):
+        read_shape({**SIZE, "model_type": "llama", key: value})
+
+
+def test_queries_of_latent_attention_may_be_made_of_the_hidden_state():
+    """Moonlight has q_lora_rank=null."""
+    sizes = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    experts = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    config = {**SIZE, **EXPERTS, **sizes, **experts, "head_dim": 4, "num_key_value_heads": 4}
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **config))
+    shape = read_shape({**config, "model_type": "deepseek_v3"})
+    assert shape.parameters == sum(weight.numel() for weight in module.parameters())

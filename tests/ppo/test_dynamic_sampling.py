@@ -8,9 +8,11 @@ import pytest
 
 from strop.algorithms.metrics.training import StepRecord
 from strop.config.compose import load
+from strop.config.rules import check
 from strop.ppo.build import build_group_filter
 from strop.ppo.collect import Collector, EmptyDraws, GroupFilter, shown_scores
 from strop.types import Prompt, Trajectory
+from tests.ppo.runs import run
 
 
 def samples(first, count, scores):
@@ -99,3 +101,40 @@ def test_the_key(said, limit):
     words = ["algorithm.filter_groups.enable=true"]
     words += [f"algorithm.filter_groups.max_num_gen_batches{value}" for value in said]
     assert build_group_filter(load("ppo_trainer", words).config).max_draws == limit
+
+
+def test_a_step_without_a_filter_has_the_prompts_of_its_plan(overrides, tmp_path):
+    """Other sizes of a draw would make several updates of a step that counts as on-policy."""
+    folder = tmp_path / "said"
+    run(
+        overrides,
+        "data.gen_batch_size=12",
+        "trainer.total_training_steps=1",
+        f"trainer.rollout_data_dir={folder}",
+    )
+    assert len((folder / "1.jsonl").read_text().splitlines()) == 8 * 4
+    findings = check(load("ppo_trainer", [*overrides, "data.gen_batch_size=12"]))
+    assert any("gen_batch_size" in finding.key and "no effect" in finding.message for finding in findings)
+
+
+HALF = """
+class Half:
+    def __init__(self, dataset, config):
+        self.rows = range(len(dataset) // 2)
+    def __len__(self):
+        return len(self.rows)
+    def __iter__(self):
+        return iter(self.rows)
+"""
+
+
+def test_an_epoch_of_a_sampler_has_its_rows(overrides, tmp_path):
+    (tmp_path / "half.py").write_text(HALF)
+    steps = run(
+        overrides,
+        f"data.sampler.class_path={tmp_path}/half.py",
+        "data.sampler.class_name=Half",
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=1",
+    )
+    assert max(steps) == 32 // 8 and steps[4]["training/epoch"] == 0

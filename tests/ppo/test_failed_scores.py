@@ -10,8 +10,11 @@ from strop.catalog import ADVANTAGES
 from strop.config.compose import load
 from strop.ppo.collect import GroupFilter
 from strop.ppo.experience import ExperienceFacts, add_advantages
+from strop.rewards.scorer import BrokenScorer
+from strop.run.checkpoint.store import load as load_checkpoint
 from strop.types import Prompt, Trajectory, batch_of
-from tests.ppo.runs import run
+from tests.ppo import runs
+from tests.ppo.runs import run, same, weights
 
 
 def sample(group, score, response=(5, 6)):
@@ -100,3 +103,30 @@ def test_failures_of_all_draws_are_counted(moody, tmp_path):
     draws = steps[1]["train/num_gen_batches"]
     assert draws >= 4 and 4 <= steps[1]["reward/failed"] <= draws * 8
     assert 1.0 <= steps[1]["reward/score/mean"] <= 1.25
+
+
+VALIDATION_FAILS = """
+from pathlib import Path
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["split"] == "test" and Path({flag!r}).exists():
+        raise RuntimeError("the judge is down")
+    return solution_str.count("7") / 4
+"""
+
+
+def test_a_validation_that_cannot_be_scored_loses_no_step(overrides, tmp_path):
+    """The judge fails after the first validation. The trained steps are saved, and validated after a resume."""
+    flag = tmp_path / "down"
+    (tmp_path / "reward.py").write_text(VALIDATION_FAILS.format(flag=str(flag)))
+    base = [*overrides, f"custom_reward_function.path={tmp_path}/reward.py", "trainer.save_freq=100"]
+    calm = run(base, f"trainer.default_local_dir={tmp_path}/calm")
+    flag.touch()
+    with pytest.raises(BrokenScorer, match="the judge is down"):
+        run(base, "trainer.val_before_train=false")
+    assert load_checkpoint(tmp_path / "run" / "global_step_2")["trainer"]["validation_dropped"]
+    assert "critic/score/mean" in runs.metrics(tmp_path / "run")[2]
+    flag.unlink()
+    resumed = run(base)
+    name = "val-core/arithmetic/reward/mean@1"
+    assert [resumed[step][name] for step in (2, 4)] == [calm[step][name] for step in (2, 4)]
+    assert same(weights(tmp_path / "calm", 4), weights(tmp_path / "run", 4))

@@ -90,7 +90,7 @@ def build(lengths, *, factor=1.5, max_age=1, last_step=99, rows=100, calls_back=
     engine = ScriptedEngine(lengths, rows)
     sampler = Sampler(engine, 1, 100)
     rollout = StepRollout(sampler, Sampling(max_tokens=64), 2, lengths=order)
-    pool = OpenPrompts(Loader(PROMPTS, batch, shuffle=False))
+    pool = OpenPrompts(Loader(PROMPTS, batch, shuffle=False), 2, 64)
     over = OverSampling(
         sampler, rollout, pool, factor, max_age=max_age, last_step=last_step, calls_back=calls_back
     )
@@ -217,6 +217,19 @@ def test_no_row_is_lost_or_repeated_if_the_batch_size_changes_at_a_resume(batch)
     assert len(set(trained)) == len(trained) > 30
 
 
+@pytest.mark.parametrize(("samples", "length"), [(3, 64), (1, 64), (2, 4)])
+def test_samples_of_other_settings_are_sampled_again(samples, length, caplog):
+    """Groups of two sizes would make more updates than planned, and answers over the limit cannot go on."""
+    engine, pool, over = build(LENGTHS)
+    steps(over, engine, [1])
+    carried = [group.prompt.index for group in pool.groups if group.samples]
+    resumed = OpenPrompts(Loader(PROMPTS, 4, shuffle=False), samples, length)
+    resumed.load_state_dict(pool.state_dict())
+    assert carried and [group.prompt.index for group in resumed.groups][: len(carried)] == carried
+    assert not any(group.samples or group.step for group in resumed.groups)
+    assert f"{len(carried)} prompts" in caplog.text
+
+
 def test_tokens_are_never_continued_for_another_row():
     """The draw of rows 36 to 39 is repeated; with batches of 16 these are left out, and row 0 comes."""
     engine, pool, over = build([5] * 39 + [50])
@@ -247,7 +260,7 @@ def test_long_rows_of_earlier_epochs_start_first():
     recorder.update(samples.trajectories)
     assert order.by_row[0] == order.by_row[7] == 5.0
     restored = AnswerLengths()
-    LengthRecorder(OpenPrompts(Loader(PROMPTS, 4, shuffle=False)), restored).load_state_dict(
+    LengthRecorder(OpenPrompts(Loader(PROMPTS, 4, shuffle=False), 2, 64), restored).load_state_dict(
         recorder.state_dict()
     )
     assert restored.by_row == order.by_row

@@ -18,7 +18,8 @@ from tests.ppo.runs import run
 
 VOTES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str[:1] in "13579"), "pred": solution_str[:1], "length": len(solution_str)}
+    return {"score": float(solution_str[:1] in "13579"), "pred": solution_str[:1], "length": len(solution_str),
+            "reward": 100.0}
 """
 
 

@@ -127,3 +127,34 @@ def test_a_misspelt_metric_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureF
     assert (
         "trainer.best_metric=val/ac is not among" in caplog.text and "Did you mean 'val/acc'?" in caplog.text
     )
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rmtree = layout.shutil.rmtree
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if "removing" not in path.name:
+            rmtree(path, ignore_errors)
+        elif not ignore_errors:
+            raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(layout.shutil, "rmtree", busy)
+    with Checkpoints(tmp_path, keep=RetentionPolicy(newest=1)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"trainer": {"step": step}})
+    assert layout.read_latest(tmp_path) == 3
+    assert [path.name for path in layout.step_folders(tmp_path)] == ["global_step_3"]
+    assert "cannot be deleted" in caplog.text and "busy" in caplog.text
+
+
+def test_of_a_checkpoint_that_was_moved_away_only_the_link_is_deleted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(run, 1, {"trainer": {"step": 1}})
+    (run / "global_step_1").rename(tmp_path / "elsewhere")
+    (run / "global_step_1").symlink_to(tmp_path / "elsewhere")
+    with Checkpoints(run, keep=RetentionPolicy(newest=1)) as checkpoints:
+        checkpoints.save(2, {"trainer": {"step": 2}})
+    assert sorted(path.name for path in run.iterdir()) == ["global_step_2", layout.LATEST]
+    assert (tmp_path / "elsewhere" / layout.MANIFEST).exists()

@@ -271,8 +271,8 @@ def test_a_signal_after_a_validation_does_not_give_its_random_numbers_out_again(
     assert run_ppo(overrides, tmp_path / "calm", random_scores) == 0
     validate_if_due = PpoTrainer.validate_if_due
 
-    def signalled(self, record):
-        validate_if_due(self, record)
+    def signalled(self, record, state):
+        validate_if_due(self, record, state)
         if self.step == 2:
             send()
 

@@ -301,7 +301,7 @@ def summarise(trajectories: list[Trajectory], best_of_n: str = "exact") -> dict[
     metrics: dict[str, float] = {"val-aux/failed": len(trajectories) - len(scored)}
     if scored:
         infos: dict[str, list[Any]] = {"reward": [t.reward for t in scored]}
-        for name in sorted({name for t in scored for name in t.extras}):
+        for name in sorted({name for t in scored for name in t.extras} - {"reward"}):  # that is the score's
             values = [t.extras.get(name) for t in scored]
             if all(value is None or isinstance(value, numbers.Real | str) for value in values):
                 infos[name] = values

@@ -65,6 +65,13 @@ def filter_groups(loaded: Loaded[PpoConfig]) -> Findings:
             "algorithm.filter_groups.enable",
             "dynamic sampling compares the samples of one prompt; set rollout.n above 1.",
         )
+    data = loaded.config.data
+    if not groups.enable and data.gen_batch_size not in (None, data.train_batch_size):
+        yield warning(
+            "data.gen_batch_size",
+            f"{data.gen_batch_size} has no effect without algorithm.filter_groups.enable=true: a step has "
+            f"train_batch_size={data.train_batch_size} prompts.",
+        )
     yield from ordered_pair("algorithm.filter_groups.range", groups.range)
 
 

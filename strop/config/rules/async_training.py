@@ -69,7 +69,9 @@ def _over_sampling(config: PpoConfig) -> Findings:
             f"{factor:g} trains on answers that older weights began, but {ASYNC}.max_policy_age=0 forbids "
             "them. Set max_policy_age to at least 1, or over_sampling=1.",
         )
-    prompts = config.data.gen_batch_size or config.data.train_batch_size
+    prompts = config.data.train_batch_size
+    if config.algorithm.filter_groups.enable:
+        prompts = config.data.gen_batch_size or prompts
     if round(factor * prompts) == prompts:
         yield error(
             OVER_SAMPLING,

@@ -292,16 +292,24 @@ def publish(staged: Path, step: int) -> Path:
     staged.rename(final)
     flush_folder(directory)
     if old.exists():
-        shutil.rmtree(old)
+        _delete(old, ignore_errors=True)  # if something holds it, the next save tries again
     return final
 
 
 def remove(path: Path) -> None:
-    """Delete a whole checkpoint; a crash halfway leaves nothing that looks like one."""
+    """Delete a whole checkpoint; a crash halfway leaves nothing that looks like one. Of a link, the folder
+    that it names stays."""
     hidden = path.with_name(f"{_REMOVING}{path.name}")
     path.rename(hidden)
     flush_folder(path.parent)
-    shutil.rmtree(hidden)
+    _delete(hidden)
+
+
+def _delete(path: Path, *, ignore_errors: bool = False) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def clean_up_leftovers(directory: Path) -> None:
@@ -316,7 +324,7 @@ def clean_up_leftovers(directory: Path) -> None:
                 continue
         if path.name.startswith((_SAVING, _REPLACED, _REMOVING)):
             log.info("Removing %s, left by a process that did not finish.", path)
-            shutil.rmtree(path, ignore_errors=True)
+            _delete(path, ignore_errors=True)
 
 
 class SaveError(OSError):

@@ -144,12 +144,17 @@ def checkpoints_to_delete(
 
 
 def prune(directory: Path, keep: RetentionPolicy) -> list[Path]:
-    """Delete the checkpoints that exceed the limits; returns their folders."""
+    """Delete the checkpoints that exceed the limits; returns their folders. One that cannot be deleted (a
+    reader on a network file system, missing permissions) is no reason to end a run that saves."""
     checkpoints = layout.saved_checkpoints(directory)
     _warn_about_unknown_metric(checkpoints, keep)
     deleted: list[Path] = []
     for checkpoint in checkpoints_to_delete(checkpoints, keep):
-        layout.remove(checkpoint.path)
+        try:
+            layout.remove(checkpoint.path)
+        except OSError as error:
+            log.warning("%s is not needed any more and cannot be deleted: %s", checkpoint.path, error)
+            continue
         deleted.append(checkpoint.path)
     return deleted
 
