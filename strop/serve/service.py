@@ -70,7 +70,7 @@ class TrainingService:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Carry out requests, first those that a crash interrupted."""
-        for record in self.models.values():
+        for record in list(self.models.values()):
             if not record.ended:
                 self._resume(record)
         worker = asyncio.create_task(self.dispatcher.run())
@@ -130,7 +130,9 @@ class TrainingService:
         session = self.session(user, fields.text("session_id"))
         number = fields.integer("model_seq_id", high=10**9)
         model_id = f"{session.session_id}:train:{number}"
-        if model_id in self.models:  # the client asks again: its connection broke
+        if model_id in self.models:  # the client asks again: its connection broke, or the disk was full
+            if self._last_seq[model_id] < 0:
+                return self._submit(self.models[model_id], 0, Stored(CREATE, b"{}"))
             return _future(model_id, 0)
         self._check_base_model(fields.text("base_model"))
         lora = fields.object("lora_config")
@@ -241,7 +243,7 @@ class TrainingService:
                 raise RequestRefused(400, f"seq_id {seq} comes after {last}; numbers must rise.")
             return _future(model.model_id, seq)
         waiting = sum(1 for name in self._pending if name.startswith(f"{model.session_id}:"))
-        if waiting >= self.settings.max_pending:
+        if waiting >= self.settings.max_pending and request.kind != UNLOAD:  # which makes room
             raise RequestRefused(429, f"{waiting} requests of this session wait; the limit is reached.")
         self.store.write_request(model.model_id, seq, request)
         self._last_seq[model.model_id] = seq
@@ -250,6 +252,8 @@ class TrainingService:
 
     def _enqueue(self, job: TrainingJob) -> None:
         self._pending[f"{job.model.model_id}:{job.seq}"] = asyncio.Event()
+        if job.request.kind == UNLOAD:  # no request may follow it
+            self.models[job.model.model_id] = replace(job.model, ended=True)
         self.dispatcher.enqueue(job)
 
     def _answered(self, job: TrainingJob, answer: Stored) -> None:
@@ -262,7 +266,6 @@ class TrainingService:
                 )
         if job.request.kind == UNLOAD:
             self.store.end_model(job.model)
-            self.models[job.model.model_id] = replace(job.model, ended=True)
         self._pending.pop(f"{job.model.model_id}:{job.seq}").set()
 
     async def retrieve(self, user: str, request_id: str) -> Stored | None:

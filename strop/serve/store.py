@@ -1,6 +1,7 @@
 """What survives a restart: one folder of small files, each written whole before it is referred to.
 
     service.json                       the model that is served; another one is refused
+    lock                               held by the service that runs
     sessions/ID.json                   owner, whether it has ended
     models/ID/model.json               owner, rank, seed; the adapter's first weights follow from them
     models/ID/requests/SEQ             an accepted request: a line of JSON, then its body
@@ -17,7 +18,9 @@ every model is its newest snapshot plus the requests after it, computed again in
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -89,7 +92,19 @@ class StateStore:
     # --- the service ----------------------------------------------------------------------------------------
 
     def claim(self, base_model: str) -> None:
-        """Note the model on first use; ValueError if the folder belongs to another one."""
+        """Note the model on first use; ValueError if the folder belongs to another one, or to a service that
+        runs. The kernel releases the lock when this process ends."""
+        lock = os.open(self.root / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise ValueError(
+                f"server.state_dir={self.root} belongs to a service that has not ended. Set another "
+                "server.state_dir, or end that service."
+            ) from error
+        except OSError:
+            pass  # a file system without locks
         path = self.root / "service.json"
         if not path.exists():
             replace_text(path, to_json({"format": FORMAT, "base_model": base_model}))

@@ -156,6 +156,10 @@ class ModelTrainer:
         name = f"{EPHEMERAL}{seq:012d}"
         if fields.has("path"):
             name = fields.checkpoint_name("path")
+            if name.startswith(EPHEMERAL):
+                raise RequestRefused(
+                    400, f"{name}: names that begin with {EPHEMERAL} are given by the service."
+                )
         path = str(CheckpointPath(model.model_id, "sampler_weights", name))
         written = self.store.temporary_checkpoint(model.model_id, "sampler_weights", name)
         self.host.save_sampler(model.model_id, written)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +296,73 @@ def test_a_state_folder_belongs_to_one_model(tmp_path: Path) -> None:
     open_service(tmp_path)
     with pytest.raises(ValueError, match="belong to the model tiny/base, not to other"):
         open_service(tmp_path, base_model="other")
+
+
+def test_a_model_whose_creation_was_not_stored_is_created_when_the_client_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        service, _ = open_service(tmp_path)
+        async with service.running():
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+
+                def full(*_: object) -> None:
+                    raise OSError(28, "The disk is full")
+
+                patch.setattr(service.store, "write_request", full)
+                new_model(service)
+            [model] = service.models
+            lora = {"rank": 2, "seed": 3}
+            again = {
+                "session_id": model.split(":")[0],
+                "model_seq_id": 0,
+                "base_model": BASE,
+                "lora_config": lora,
+            }
+            for _ in range(2):
+                await answered(service, service.create_model(USER, Fields(again)))
+
+    asyncio.run(play())
+
+
+def test_a_session_with_a_full_queue_ends_and_nothing_is_trained_after_it(tmp_path: Path) -> None:
+    async def play() -> None:
+        service, host = open_service(tmp_path, max_pending=2)
+        async with service.running():
+            model = new_model(service)
+            await answered(service, {"request_id": f"{model}:0"})
+            host.hold = threading.Event()
+            for seq in (1, 2):
+                service.training_pass(USER, pass_body(model, seq, weights=[1.0, 0.0, 1.0]))
+            body = b'{"model_id": "%s"}' % model.encode()
+            unload = service.model_request(USER, "unload_model", Fields.read(body), body)
+            for seq in (3, 4):
+                with pytest.raises(RequestRefused, match="was unloaded"):
+                    service.training_pass(USER, pass_body(model, seq, weights=[1.0, 0.0, 1.0]))
+            service.finish_session(USER, model.split(":")[0])
+            host.hold.set()
+            await answered(service, unload)
+            assert not host.adapters
+
+    asyncio.run(play())
+
+
+def test_the_services_own_names_are_refused(tmp_path: Path) -> None:
+    """A named one would take the place of the newest unnamed one, which would be deleted at once."""
+
+    async def play() -> None:
+        service, _ = open_service(tmp_path, ephemeral_samplers=1)
+        async with service.running():
+            model = new_model(service)
+            named = send(service, model, 1, "save_weights_for_sampler", b'{"path": "ephemeral-best"}')
+            found = await service.retrieve(USER, str(named["request_id"]))
+            assert found is not None and found.kind == "error" and b"given by the service" in found.body
+
+    asyncio.run(play())
+
+
+def test_one_service_at_a_time_has_a_state_folder(tmp_path: Path) -> None:
+    open_service(tmp_path)
+    code = f"from strop.serve.store import StateStore; from pathlib import Path; StateStore(Path({str(tmp_path)!r})).claim({BASE!r})"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "belongs to a service that has not ended" in other.stderr
