@@ -5,6 +5,7 @@ A response that cannot be scored does not count as zero: no mean includes it, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -235,7 +236,7 @@ def _add_score(prompt: ScoredPrompt, response: object, verdict: Verdict | Except
     prompt.scores.append(verdict.score)
     prompt.correct.append(float(right) if right in (0, 1) else None)
     for name, value in verdict.extras.items():
-        if name not in ("score", "acc") and isinstance(value, int | float):
+        if name not in ("score", "acc") and isinstance(value, int | float) and math.isfinite(value):
             prompt.parts.setdefault(name, []).append(float(value))
     votes = can_vote(prompt.source, verdict.extras)
     if votes and prompt.votes is None:

@@ -167,6 +167,9 @@ class ResponseGenerator:
             except ValueError as error:
                 values[row] = {"error": str(error)}
                 continue
+            if prompt.unusable:
+                values[row] = {"error": prompt.unusable}
+                continue
             count.cut_prompts += len(prompt.ids) > limit
             ids = truncate(prompt.ids, limit, "left")
             if not self.agents.loops.batched(prompt.agent_name):

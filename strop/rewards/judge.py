@@ -114,6 +114,11 @@ class Judge:
             self.usage[f"judge_{name}"] += new
             self.usage["judge_cost"] += new * price / 1e6
 
+    @property
+    def retried(self) -> int:
+        """Requests that were sent again, over all calls."""
+        return int(getattr(self.completer, "retried", 0))
+
     def close(self) -> None:
         """Close the model, if it can be closed."""
         close = getattr(self.completer, "close", None)
@@ -242,7 +247,8 @@ class ChatCompletionsClient:
                     self.tokens[name] += usage[name]
 
     def _count_retry(self) -> None:
-        self.retried += 1
+        with self._counting:
+            self.retried += 1
 
     def _first_model(self) -> str:
         """Return the first model that the server lists; used if the configuration names none."""

@@ -82,11 +82,6 @@ class PrimeRewardManager:
                 "reward_model.reward_manager=prime runs functions in processes, but the reward function is "
                 "async. Use naive (all calls run concurrently) or rate_limited."
             )
-        if isinstance(function, RewardFunction) and {"timeout", "function"} & set(function.options):
-            raise ValueError(
-                "custom_reward_function.reward_kwargs has `timeout` or `function`, names that "
-                "reward_manager=prime uses. Rename the argument of your function."
-            )
         self.function = function
         self.timeout = settings.timeout
         self.pool = TimeLimitedPool(settings.num_workers)
@@ -97,7 +92,7 @@ class PrimeRewardManager:
 
     def _call_in_process(self, sample: RewardSample) -> object:
         function, args, kwargs = self.function.call_for(sample)
-        return self.pool.call(function, *args, timeout=self.timeout, **kwargs)
+        return self.pool.run(function, args, kwargs, self.timeout)
 
     def close(self) -> None:
         """Stop the worker processes."""

@@ -55,6 +55,16 @@ class TimeLimitedPool:
     ) -> object:
         """Return or raise what `function(*args, **kwargs)` does in a worker; TimeoutError after `timeout`
         s."""
+        return self.run(function, args, kwargs, timeout)
+
+    def run(
+        self,
+        function: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        timeout: float,
+    ) -> object:
+        """As `call`, for arguments of any name."""
         if self._closed:
             raise RuntimeError("The pool of time-limited workers is closed.")
         if not timeout > 0:

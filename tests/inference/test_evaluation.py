@@ -77,13 +77,15 @@ def test_a_math_scorer_with_accuracy_of_its_own(tmp_path):
 
 def test_scores_that_are_no_yes_or_no_have_a_best(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "def compute_score(solution_str, ground_truth):\n    return len(solution_str) / 10\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    words = float('nan') if solution_str == 'aaa' else 2.0  # undefined for some, as in training\n"
+        "    return {'score': len(solution_str) / 10, 'words': words}\n"
     )
     path = write(tmp_path / "out.parquet", [row("a", "", ["aaa", "aaaaa"], "own")])
     scored_prompts, found = results(path, f"custom_reward_function.path={tmp_path}/mine.py")
     assert not has_binary_scores(scored_prompts)
     assert {name: e.mean for name, e in found["own"].metrics.items()} == pytest.approx(
-        {"score": 0.4, "best@2": 0.5}
+        {"score": 0.4, "best@2": 0.5, "words": 2.0}
     )
 
 

@@ -221,6 +221,15 @@ def test_rows_that_cannot_be_answered_are_counted_and_kept(asked, tmp_path):
     assert "1 prompts were longer than rollout.prompt_length and lost their beginning" in str(summary)
 
 
+def test_a_row_without_its_images_has_no_responses(asked, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "1+1=", "images": []}, {"prompt": "<image>+1=", "images": []}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    summary = answered(asked, f"data.path={file}")
+    assert [row is None for row in responses(tmp_path / "out.parquet")] == [False, True]
+    assert "the prompt has <image> but its column 'images' is empty" in summary.failed[1]
+
+
 def test_when_no_row_can_be_answered(asked, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": ""}\n{"prompt": ""}\n')

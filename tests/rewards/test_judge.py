@@ -194,8 +194,10 @@ def test_failures_are_not_kept(serve):
 
 def test_a_busy_server_is_asked_again(serve):
     answers = iter([(503, {}), (429, {}), "Score: 10"])
-    judge = judge_at(serve(lambda _: next(answers)), timeout=20.0)
-    assert marks(judge, "4")[0]["score"] == 1.0 and judge.completer.retried == 2
+    settings = JudgeConfig(enable=True, url=serve(lambda _: next(answers)).url)
+    row = trajectory("4")
+    report = scorer(judge=settings, timeout=20.0).score([row])
+    assert row.score == 1.0 and report.metrics["reward/retried"] == 2
 
 
 def test_requests_run_side_by_side_up_to_the_limit(serve):

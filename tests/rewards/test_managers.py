@@ -194,13 +194,14 @@ def test_async_is_refused_where_processes_run(tmp_path: Path) -> None:
         scorer(tmp_path, ASYNC, reward_manager="prime")
 
 
-def test_names_that_processes_need_are_refused(tmp_path: Path) -> None:
-    code = "def compute_score(solution_str, timeout): return timeout\n"
-    with pytest.raises(ValueError, match="Rename the argument"):
-        scorer(tmp_path, code, reward_manager="prime", kwargs={"timeout": 3})
-    answer = trajectory()
-    scorer(tmp_path, code, kwargs={"timeout": 3}).score([answer])
-    assert answer.score == 3.0
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+def test_arguments_may_have_any_name(tmp_path: Path, manager: str) -> None:
+    code = "def compute_score(completion, timeout, function, self=0): return timeout + function\n"
+    made, answer = scorer(tmp_path, code, reward_manager=manager, kwargs={"function": 4}), trajectory()
+    answer.prompt.extra_info["timeout"] = 3  # a column of the row
+    made.score([answer])
+    made.close()
+    assert answer.score == 7.0
 
 
 def test_processes_survive_what_threads_do_not(tmp_path: Path) -> None:
