@@ -15,6 +15,8 @@ OPERATORS = {
     ast.Mod: operator.mod,
 }
 
+MONEY = re.compile(r"\$(?=\s*[\d.])")
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 PERCENT_OF = re.compile(r"%\s*of\b", re.IGNORECASE)
 # A sign behind % belongs to a sum, not to an operand: 100% - 20% is 0.8.
 PERCENT = re.compile(r"(\d+\.?\d*|\.\d+)\s*%(?=\s*(?:[-+*/)]|$))")
@@ -28,7 +30,8 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > LONGEST:
         raise ValueError(f"an expression may have {LONGEST} characters, this one has {len(expression)}")
-    written = PERCENT.sub(r"(\1/100)", PERCENT_OF.sub("%*", expression))
+    plain = THOUSANDS.sub("", MONEY.sub("", expression))
+    written = PERCENT.sub(r"(\1/100)", PERCENT_OF.sub("%*", plain))
     value = _value(ast.parse(written, mode="eval").body)
     return str(int(value)) if float(value).is_integer() else f"{value:.10g}"
 

@@ -90,9 +90,11 @@ def test_questions_with_and_without_the_tool(tmp_path):
         ("80*(1 + 12.5%)", "90"),
         ("17 % 5", "2"),
         ("(5+15)%(3+4)", "6"),
+        ("$1,250.50 * 2", "2501"),
+        ("1,000,000/4 - $5", "249995"),
     ],
 )
-def test_the_calculator_knows_percentages_and_modulo(expression, value):
+def test_the_calculator_knows_percentages_modulo_and_money(expression, value):
     assert script("tool_calculator/calculator").calculator(expression) == value
 
 
