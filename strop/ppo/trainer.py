@@ -120,6 +120,7 @@ class PpoTrainer:
     def train_step(self, record: StepRecord) -> tuple[list[Trajectory], Batch]:
         """One step: sample, score, estimate, update."""
         trajectories = self.sample_and_score(record)
+        self.output.validation = {}  # that of the weights before this step
         trained = trajectories
         if self.policies is None:
             batch = self.learn(batch_of(trajectories), trajectories, record)

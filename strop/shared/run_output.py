@@ -77,7 +77,7 @@ class RunOutput:
     exports: Callable[[], Mapping[str, Export]] = dict
     """Folders that transformers loads, if save_contents includes hf_model."""
     validation: dict[str, float] = field(default_factory=dict)
-    """Metrics of the latest validation, which decide what the best checkpoint is."""
+    """Metrics of the validation of the current weights, which decide what the best checkpoint is."""
     ranks: Ranks = field(default_factory=Ranks)
     """Every rank saves its shards of the models. Rank 0 writes everything else."""
     samples: SampleWriter | None = None

@@ -177,6 +177,7 @@ class SupervisedTrainer:
 
     def train_step(self, record: StepRecord) -> Batch | None:
         """One update; None when no row of the batch can be trained on."""
+        self.output.validation = {}  # that of the weights before this step
         with record.phase("data"):
             batch = self.collect(self.loader.draw(), record)
         if batch is None:

@@ -13,6 +13,7 @@ from strop.ppo.collect import Collector, Validator
 from strop.ppo.sampler import StepRollout
 from strop.rewards.scorer import ScoreReport
 from strop.rollout.base import Sampling
+from strop.run.checkpoint.layout import saved_checkpoints
 from strop.types import Prompt
 from tests.ppo.runs import run
 
@@ -53,6 +54,12 @@ def test_several_samples_per_prompt_with_votes(overrides, tmp_path):
 def test_validation_before_training_can_be_left_out(overrides):
     steps = run(overrides, "trainer.val_before_train=false")
     assert 0 not in steps and "val-core/arithmetic/acc/mean@1" in steps[2]
+
+
+def test_a_checkpoint_has_the_metrics_of_its_own_weights(overrides, tmp_path):
+    run(overrides, "trainer.save_freq=1", "trainer.test_freq=2")
+    rated = [saved.step for saved in saved_checkpoints(tmp_path / "run") if saved.manifest.metrics]
+    assert rated == [2, 4]
 
 
 def test_validation_alone(overrides, tmp_path):

@@ -63,12 +63,16 @@ def test_a_disk_that_is_full_for_a_while_costs_no_metrics(
         if step == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, hard))
         trackers.log({"a": step}, step)
+        trackers.log_generations([{"input": "x" * 40}], step)
         if step == 5:
             assert [line["step"] for line in lines(file)] == [0, 1], "and no half line"
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     trackers.close()
     assert [(line["step"], line["data"]["a"]) for line in lines(file)] == [(step, step) for step in range(8)]
-    assert caplog.text.count("its lines wait in memory") == 1 and "written again, without gaps" in caplog.text
+    assert [line["step"] for line in lines(tmp_path / "metrics.generations.jsonl")] == [*range(8)]
+    assert (
+        caplog.text.count("its lines wait in memory") == 2 == caplog.text.count("written again, without gaps")
+    )
 
 
 @pytest.mark.parametrize("kind", [JsonlTracker, CsvTracker])

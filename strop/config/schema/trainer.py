@@ -111,7 +111,7 @@ class TrainerConfig:
     max_ckpt_mem_gb: float | None = setting(None, above=0)
     """Total size of checkpoints in GB, beyond which the oldest are deleted."""
     best_metric: str | None = setting(None)
-    """Validation metric whose best checkpoint is never deleted."""
+    """Validation metric whose best checkpoint is never deleted, among those of steps with a validation."""
     remove_previous_ckpt_in_save: bool = False
     """Keep only the newest checkpoint."""
     del_local_ckpt_after_load: bool = False

@@ -5,7 +5,8 @@
                   new column. Samples go to generations.csv in the same way.
 
 A resumed run removes what came after the step that it resumes from, then appends. A new run in the same
-folder renames an older file to metrics.1.jsonl. Lines of metrics.jsonl wait in memory while the disk is full.
+folder renames an older file to metrics.1.jsonl. The lines of `file` wait in memory while
+the disk is full.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ class JsonlTracker:
         # A path that is not writable must fail now, not at the first step.
         self.path.open("a").close()
         self._lines = WaitingLines(self.path)
+        self._sample_lines = WaitingLines(self.samples)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._lines.add({"step": step, "time": self.clock(), "data": metrics})
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        append(self.samples, {"step": step, "time": self.clock(), "rows": list(rows)})
+        self._sample_lines.add({"step": step, "time": self.clock(), "rows": list(rows)})
 
     def close(self) -> None:
         self._lines.write()
+        self._sample_lines.write()
         for file in (self.path, self.samples):
             if file.exists():
                 flush_file(file)
