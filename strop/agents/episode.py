@@ -388,7 +388,8 @@ class Episode:
 async def within(work: Awaitable[T], seconds: float, what: str) -> T:
     """Await `work`; after `seconds` it is an EpisodeError that names `what`."""
     try:
-        return await asyncio.wait_for(work, seconds)
+        async with asyncio.timeout(seconds):  # in the task that also closes connections
+            return await work
     except TimeoutError as error:
         raise EpisodeError(
             f"{what} did not answer within {seconds:g} seconds (multi_turn.call_timeout)."

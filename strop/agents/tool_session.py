@@ -263,6 +263,18 @@ def fit_arguments(arguments: Mapping[str, object], schema: JsonSchema) -> JsonOb
     return result
 
 
+def typed_arguments(arguments: Mapping[str, object], schema: JsonSchema) -> JsonObject:
+    """Return the arguments with raw text converted to the types of the schema; nothing is checked."""
+    properties = schema.get("properties")
+    typed: JsonObject = {}
+    for name, value in arguments.items():
+        form = properties.get(name) if isinstance(properties, Mapping) else None
+        if isinstance(value, Raw):
+            value = _convert(value, form if isinstance(form, Mapping) else {})
+        typed[name] = value
+    return typed
+
+
 def _fit(value: object, schema: object, where: str) -> object:
     """Return the value, converted where needed; ValueError when it does not fit. `where` names it."""
     if not isinstance(schema, Mapping):

@@ -19,6 +19,7 @@ from strop.agents.episode import Episode, EpisodeContext, EpisodeError
 from strop.agents.parsers.base import Malformed, Parsed, ToolCall, ToolParser, parser_for
 from strop.agents.rendering import Rendering
 from strop.agents.tool_schema import JsonObject
+from strop.agents.tool_session import typed_arguments
 from strop.rollout.base import Completion, Request
 
 log = logging.getLogger(__name__)
@@ -267,11 +268,13 @@ class EndpointSession:
         if not call.tools:
             return Parsed(plain)
         parsed = self._tool_format.parser(self.episode.context).parse(text)
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.tools}
         calls = []
         for place, found in enumerate(parsed.calls):
             if isinstance(found, Malformed):
                 return Parsed(plain)
-            calls.append(ToolCall(found.name, found.arguments, f"call_{number}_{place}"))
+            arguments = typed_arguments(found.arguments, schemas.get(found.name, {}))
+            calls.append(ToolCall(found.name, arguments, f"call_{number}_{place}"))
         if not calls:
             return Parsed(plain)
         return Parsed(parsed.content, tuple(calls))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,23 +50,32 @@ class TextEnvironmentAgent:
         self._name = name
 
     async def run(self, episode: Episode) -> None:
-        async with self._opened() as environment:
-            start = environment.reset(seed_of(episode), dict(episode.prompt.extra_info))
-            observed = await self._ask(episode, start, "reset")
-            if observed.text:
-                episode.open(with_observation(episode, observed.text))
-            episode.score = 0.0
-            while not observed.done:
-                answer = await episode.answer()
-                observed = await self._ask(episode, environment.step(answer.text), "step")
-                episode.reward(observed.reward)
-                episode.extras.update(observed.extras)
-                if observed.done or not episode.may_go_on():
-                    break
-                if not episode.tell({"role": "user", "content": observed.text}):
-                    break
-            if not episode.assistant_turns:
-                raise EpisodeError(f"{self._name}: the episode was over before the first action.")
+        limit = episode.context.limits.call_timeout
+        opened = AsyncExitStack()
+        try:
+            start = opened.enter_async_context(self._opened())
+            environment = await within(start, limit, f"{self._name}: start")
+            await self._play(episode, environment)
+        finally:
+            await within(opened.aclose(), limit, f"{self._name}: close")
+
+    async def _play(self, episode: Episode, environment: TextEnvironment) -> None:
+        start = environment.reset(seed_of(episode), dict(episode.prompt.extra_info))
+        observed = await self._ask(episode, start, "reset")
+        if observed.text:
+            episode.open(with_observation(episode, observed.text))
+        episode.score = 0.0
+        while not observed.done:
+            answer = await episode.answer()
+            observed = await self._ask(episode, environment.step(answer.text), "step")
+            episode.reward(observed.reward)
+            episode.extras.update(observed.extras)
+            if observed.done or not episode.may_go_on():
+                break
+            if not episode.tell({"role": "user", "content": observed.text}):
+                break
+        if not episode.assistant_turns:
+            raise EpisodeError(f"{self._name}: the episode was over before the first action.")
 
     async def _ask(self, episode: Episode, work: Awaitable[Observed], what: str) -> Observed:
         limit = episode.context.limits.call_timeout

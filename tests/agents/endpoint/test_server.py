@@ -91,6 +91,31 @@ def test_tool_calls_come_back_as_their_sampled_ids() -> None:
     assert '"add"' in text(sample.prompt.ids)
 
 
+def test_bare_text_in_calls_gets_the_types_of_the_schema() -> None:
+    template = WITH_TOOLS.replace("{{ c.function | tojson }}", "<function={{ c.function.name }}></function>")
+    tokenizer = tokenizer_of(template)
+    call = (
+        "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=note>\n3\n</parameter>\n"
+        "<parameter=other>\n4\n</parameter>\n</function>\n</tool_call>"
+    )
+    engine = ScriptedEngine([call, "4"], tokenizer)
+    properties = {"a": {"type": "integer"}, "note": {"type": "string"}}
+    schema = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": schema}]
+    messages: list[dict[str, Any]] = list(QUESTION)
+
+    async def agent(client: Client) -> None:
+        answer = await client.chat(messages, tools=tools)
+        [made] = answer["tool_calls"]
+        assert json.loads(made["function"]["arguments"]) == {"a": 2, "note": "3", "other": "4"}
+        messages.extend([answer, {"role": "tool", "tool_call_id": made["id"], "content": "four"}])
+        await client.chat(messages, tools=tools)
+
+    [episode] = run_agent(agent, engine, tokenizer=tokenizer, tool_format="qwen", response_length=800)
+    assert episode.error is None
+    assert episode.trajectory().branches == [], "the second call continues the sampled tokens of the first"
+
+
 def test_an_answer_is_cut_before_a_stop_text() -> None:
     engine = ScriptedEngine(["Thought: x\nObservation: made up"])
 

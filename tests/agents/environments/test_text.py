@@ -77,16 +77,19 @@ def test_a_row_starts_the_same_episode_for_all_samples_and_limits_hold(file):
     assert third.stopped == "max_assistant_turns" and third.trajectory().reward == pytest.approx(-0.2)
 
 
-def test_a_step_that_hangs_does_not_keep_the_program_alive(tmp_path):
+@pytest.mark.parametrize("method", ["__init__", "step", "close"])
+def test_an_environment_that_hangs_does_not_keep_the_program_alive(tmp_path, method):
     path = tmp_path / "stuck.py"
     path.write_text(
         "import threading\n"
         "class Stuck:\n"
         "    def reset(self, *, seed=None, options=None): return 'Go.', {}\n"
-        "    def step(self, action): threading.Event().wait()\n"
+        "    def step(self, action): return 'Done.', 1.0, True, False, {}\n"
+        f"    def {method}(self, *_): threading.Event().wait()\n"
     )
     scene = episode_context(ScriptedEngine(["3"]), call_timeout=0.2)
-    with pytest.raises(ValueError, match=r"step did not answer within 0\.2 seconds"):
+    said = {"__init__": "start"}.get(method, method)
+    with pytest.raises(ValueError, match=rf"{said} did not answer within 0\.2 seconds"):
         play(scene, prompt("a", agent=None), loops=loops_of(f"gym:{path}:Stuck"))
     assert [thread for thread in threading.enumerate() if not thread.daemon] == [threading.main_thread()]
 
