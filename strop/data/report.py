@@ -252,8 +252,7 @@ def _open(addresses: list[str], keys: ColumnKeys, report: DataReport) -> FileRow
 
 
 def _describe_columns(rows: FileRows, keys: ColumnKeys, report: DataReport) -> list[int]:
-    """Count data sources and agents of all rows, from these two columns; return the first row of each
-    source."""
+    """Count data sources and agents of all rows; return the first row of each source."""
     counts: Counter[str] = Counter()
     first: dict[str, int] = {}
     agents: Counter[str] = Counter()
@@ -272,9 +271,10 @@ def _describe_columns(rows: FileRows, keys: ColumnKeys, report: DataReport) -> l
         report.data_sources[source] = SourceReport(count, example)
     report.agents = dict(agents)
     if not any({"reward_model", keys.label} & set(file.columns) for file in rows.files):
+        columns = sorted({name for file in rows.files for name in file.columns})
         message = (
-            "No reward_model column and no data.label_key: scorers get no ground truth, only a model can "
-            "score."
+            "No reward_model column and no data.label_key: reward functions get ground_truth=None. If one of "
+            f"the columns has the answers, name it in data.label_key: {', '.join(columns)}."
         )
         report.findings.append(DataFinding("warning", message))
     return list(first.values())

@@ -18,6 +18,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from strop.config.schema.model import is_dropout_rate
 from strop.data.chat import template_text
 from strop.extras import require
 from strop.registry import did_you_mean
@@ -270,14 +271,13 @@ def override_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> Pre
     for key, value in changes.items():
         if key == "attn_implementation":
             continue
-        known = [
-            name
-            for name in {**config.to_dict(), **vars(config), **type(config).attribute_map}
-            if not name.startswith("_")
-        ]
+        names = {**config.to_dict(), **vars(config), **type(config).attribute_map}
+        known = [name for name in names if not name.startswith("_")]
         if key == "model_config" and key not in known:
             override_config(config, value)
             continue
+        if key not in known and value == 0 and is_dropout_rate(key):
+            continue  # scripts turn dropout off by the names of several families; here it is off
         if key not in known:
             raise ValueError(
                 f"override_config.{key}: {type(config).__name__} has no such key.{did_you_mean(key, known)} "

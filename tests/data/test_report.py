@@ -118,10 +118,11 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path) -> None:
 
 
 def test_plain_files_get_a_source_and_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "questions.jsonl").write_text('{"prompt": "why?"}\n')
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "why?", "answer": "because"}\n')
     report = inspect_files(str(tmp_path / "questions.jsonl"), DataConfig(), TOKENIZER)
     assert report.ok and list(report.data_sources) == ["questions"]
     assert "warning: No reward_model column and no data.label_key" in said(report)
+    assert "data.label_key: answer, prompt." in said(report)
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["prompt", "data_source", "reward_model"]), st.none() | st.text(max_size=3) | st.integers() | st.lists(st.integers(), max_size=1)), min_size=1, max_size=5))  # fmt: skip

@@ -193,6 +193,14 @@ def test_override_config(folder):
         )
 
 
+def test_dropout_may_be_turned_off_by_names_that_the_family_does_not_have(folder):
+    """verl's DAPO commands set embd_pdrop and resid_pdrop to 0 for models that have no such keys."""
+    rates = {"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    assert build_policy(ModelConfig(path=str(folder), override_config=rates)).config.attention_dropout == 0
+    with pytest.raises(ValueError, match=r"override_config\.embd_pdrop: LlamaConfig has no such key"):
+        build_policy(ModelConfig(path=str(folder), override_config={"embd_pdrop": 0.1}))
+
+
 def test_external_lib_is_imported_first(folder, tmp_path):
     (tmp_path / "mine.py").write_text("raise RuntimeError('imported')")
     with pytest.raises(ValueError, match="imported"):

@@ -14,6 +14,7 @@ from strop.config.derived import (
 )
 from strop.config.rules.findings import Findings, error, warning
 from strop.config.schema.actor import UNSUPPORTED_STRATEGIES
+from strop.config.schema.model import is_dropout_rate
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
@@ -106,7 +107,7 @@ def dropout(loaded: Loaded[PpoConfig]) -> Findings:
 def dropout_rates(section: str, model: ModelConfig) -> Findings:
     """The same for the model at `section`: the layers would not get the rate of the configuration."""
     for name, rate in model.override_config.items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(rate, int | float) and rate > 0:
+        if is_dropout_rate(name) and isinstance(rate, int | float) and rate > 0:
             yield error(
                 f"{section}.override_config.{name}",
                 f"{rate:g}, but models are trained without dropout: with it, the policy that is trained "

@@ -129,6 +129,11 @@ class ModelConfig:
     lora_rank, lora_alpha, lora_dropout, lora_adapter_path, target_modules and exclude_modules."""
 
 
+def is_dropout_rate(name: str) -> bool:
+    """Whether this key of a model's config.json is the rate of a dropout; families name them differently."""
+    return "dropout" in name or name.endswith("_pdrop")
+
+
 @dataclass(eq=False)
 class OptimConfig:
     """Optimizer and schedule."""

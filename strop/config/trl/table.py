@@ -149,7 +149,7 @@ MISSING = {
     "logging_steps": "every step is logged",
     "logging_strategy": "every step is logged",
     "logging_first_step": "every step is logged",
-    "disable_dropout": "dropout is off unless override_config sets it",
+    "disable_dropout": "dropout is always off",
     "ds3_gather_for_generation": _SPEED,
     "torch_empty_cache_steps": _SPEED,
     "tf32": _SPEED,
