@@ -56,6 +56,7 @@ def examine(loaded: Loaded[RootConfig], given: InProcess | None = None) -> Prefl
         from strop.preflight.model_checks import examine_memory
 
         examine_memory(config, report)
+        report.data["output"] = config.trainer.default_local_dir
     return report
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ TRAINED = 2350
 HELD_OUT = 150
 """Problems to validate on, if there are as many."""
 NEXT = """
-What to try next:
+What to try next:{activate}
   strop board runs                          look at it in a browser: curves, answers token by token
   strop quickstart --algorithm ppo          the same with a critic (also rloo, reinforce_plus_plus, remax)
   strop ppo {example} KEY=VALUE ...   change anything; strop config explain KEY explains it
@@ -76,8 +77,17 @@ def main(arguments: Sequence[str]) -> int:
     prepare(out, largest=options.largest, seed=options.seed, say=say)
     train(overrides)
     summarise(out, say)
-    say(f"{time.time() - started:.0f} s in all.\n{NEXT.format(example=os.path.relpath(EXAMPLE))}")
+    following = NEXT.format(example=os.path.relpath(EXAMPLE), activate=_activation())
+    say(f"{time.time() - started:.0f} s in all.\n{following}")
     return 0
+
+
+def _activation() -> str:
+    """The line that puts `strop` on the path, where `make` ran it out of an environment that is not active."""
+    if shutil.which("strop") is not None or sys.prefix == sys.base_prefix:
+        return ""
+    command = f"source {os.path.relpath(sys.prefix)}/bin/activate"
+    return f"\n  {command:<42}first: it puts strop on the path"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

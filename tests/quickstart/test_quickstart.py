@@ -112,3 +112,12 @@ def test_every_algorithm_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch
     quickstart.main(["--out", "mine"])
     first = ["runs/quickstart_ppo", "trainer.default_local_dir=runs/quickstart_ppo/run"]
     assert prepared_folders == [*first, "mine", "trainer.default_local_dir=mine/run"]
+
+
+def test_the_last_words_say_how_to_find_the_command(monkeypatch):
+    """`make quickstart` runs .venv/bin/strop, and the commands that it suggests need the path."""
+    monkeypatch.setattr("sys.prefix", "/somewhere/.venv")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "/somewhere/.venv/bin/activate" in quickstart._activation()
+    monkeypatch.setattr("shutil.which", lambda name: f"/somewhere/.venv/bin/{name}")
+    assert quickstart._activation() == ""

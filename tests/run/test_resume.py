@@ -89,6 +89,15 @@ def test_when_all_are_damaged_nothing_starts_over_by_itself(tmp_path: Path) -> N
     assert resume(tmp_path, mode="disable") is None
 
 
+def test_starting_over_says_what_it_leaves_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert resume(tmp_path, mode="disable") is None and not caplog.text
+        saves(tmp_path, 1, 2)
+        assert resume(tmp_path, mode="disable") is None
+    assert "Starting over (trainer.resume_mode=disable)" in caplog.text
+    assert "up to global_step_2" in caplog.text and "trainer.resume_mode=auto continues" in caplog.text
+
+
 def test_a_tracker_file_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     layout.write_latest(tmp_path, 30)
     with pytest.raises(

@@ -74,6 +74,14 @@ def resume(
     if mode not in MODES:
         raise ValueError(f"trainer.resume_mode={mode!r} is not one of {', '.join(MODES)}.")
     if mode == "disable":
+        there = layout.step_folders(home)
+        if there:
+            log.info(
+                "Starting over (trainer.resume_mode=disable); %s has checkpoints up to %s. Those of the same "
+                "step are replaced. trainer.resume_mode=auto continues from the latest.",
+                home,
+                there[-1].name,
+            )
         return None
     read = partial(load, only=only, later=later)
     if mode == "resume_path":
