@@ -136,7 +136,7 @@ def test_the_full_line_is_that_of_verl() -> None:
     tracker.log(
         {"actor/lr": 1e-6, "critic/score/mean": 0.123456789, "tokens": 1234567, "note": "x", "total": 2e6}, 7
     )
-    tracker.log_generations([{"input": "a\nb", "output": "c"}], 7)
+    tracker.log_generations([{"input": "a\nb", "output": "c", "prompt_tokens": 6}], 7)
     tracker.close()
     first, *rest = stream.getvalue().splitlines()
     assert first == "step:7 - actor/lr:1e-06 - critic/score/mean:0.123457 - tokens:1234567 - total:2000000.0"

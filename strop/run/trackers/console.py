@@ -41,6 +41,8 @@ IN_A_LINE = ("reward", "loss", "response length", "KL")
 """The labels of SHOWN that a short line has."""
 SECONDS = "timing_s/step"
 VALIDATION = ("val-core/", "val/")
+OF_A_SAMPLE = ("input", "output", "gts", "score")
+"""Fields of a validation sample; the other loggers have all of them."""
 """Prefixes of validation metrics. Only the first is left out of labels: `val/loss` is not `loss`."""
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -177,8 +179,8 @@ class ConsoleTracker:
 
     def log_generations(self, rows: Rows, step: int) -> None:
         for row in rows:
-            fields = "\n".join(f"  {key}: {_indented(str(value))}" for key, value in row.items())
-            self._write(f"step:{step} - sample\n{fields}")
+            fields = [f"  {key}: {_indented(str(row[key]))}" for key in OF_A_SAMPLE if key in row]
+            self._write("\n".join([f"step:{step} - sample", *fields]))
 
     def close(self) -> None:
         if self.live is not None:
