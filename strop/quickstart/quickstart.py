@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _activation() -> str:
-    """The line that puts `strop` on the path, where `make` ran it out of an environment that is not active."""
+    """The line that puts `strop` on the path, where `make` ran it from an inactive environment."""
     if shutil.which("strop") is not None or sys.prefix == sys.base_prefix:
         return ""
     command = f"source {os.path.relpath(sys.prefix)}/bin/activate"

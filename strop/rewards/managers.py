@@ -250,8 +250,11 @@ def _manager_entry(config: RewardModelConfig, chosen: RewardManagerConfig) -> En
             raise ValueError(
                 "reward_manager.source=importlib needs reward_manager.module.path, the file of your manager."
             )
-        target = load_attribute(chosen.module.path, chosen.module.name)
-        return Entry(chosen.module.name, target, REWARD_MANAGERS.defaults, source=chosen.module.path)
+        name = chosen.name  # as in verl, unless it still names a registered manager
+        if is_link(name) or name in REWARD_MANAGERS:
+            name = chosen.module.name
+        target = load_attribute(chosen.module.path, name)
+        return Entry(name, target, REWARD_MANAGERS.defaults, source=chosen.module.path)
     if is_link(chosen.name):
         return REWARD_MANAGERS.entry(config.reward_manager)
     return REWARD_MANAGERS.entry(chosen.name)
@@ -283,11 +286,16 @@ def _build_manager(
             timeout=config.timeout,
             given=given,
         )
-    manager: RewardManager = entry.load()(function, config, **options)
-    if not callable(getattr(manager, "score", None)):
+    made = entry.load()
+    if not isinstance(made, type) or callable(getattr(made, "score", None)):
+        made = made(function, config, **options)
+    if not callable(getattr(made, "score", None)):
         raise ValueError(
-            f"The reward manager {entry.name!r} of {entry.source} has no method `score(samples)`."
+            f"The reward manager {entry.name!r} of {entry.source} has no method `score(samples)` "
+            "(CONTRIBUTING.md has an example). verl's managers, which read its DataProto, cannot be "
+            "used; a function needs no manager: custom_reward_function.path."
         )
+    manager: RewardManager = made
     return manager
 
 

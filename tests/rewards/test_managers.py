@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.catalog import REWARD_MANAGERS, SCORERS
+from strop.config.compose import load
+from strop.config.rules import check
 from strop.config.schema.reward import OverlongBufferConfig, RewardManagerConfig, RewardManagerModuleConfig
 from strop.rewards.base import build_samples
 from strop.rewards.managers import PrimeRewardManager, RateLimit
@@ -388,8 +390,9 @@ class Halving:
 class Short:
     def __init__(self, function, settings): pass
     def score(self, samples): return [1.0]
-class Useless:
-    def __init__(self, function, settings): pass
+class OfVerl:
+    def __init__(self, config, tokenizer, compute_score): pass
+    async def run_single(self, data): return {"reward_score": 1.0}
 """
 
 
@@ -407,10 +410,23 @@ def test_a_manager_of_the_users_own(tmp_path: Path) -> None:
     assert [t.score for t in answers] == [0.25, None, 0.0] and report.failed == 1
     with pytest.raises(ValueError, match="Short was given 2 samples and returned 1 values"):
         scorer(manager=own(file, "Short")).score([trajectory(), trajectory()])
-    with pytest.raises(ValueError, match="has no method"):
-        scorer(manager=own(file, "Useless"))
+    with pytest.raises(ValueError, match=r"'OfVerl' of .* has no method `score\(samples\)`"):
+        scorer(manager=own(file, "OfVerl"))
     with pytest.raises(ValueError, match=r"needs reward_manager\.module\.path"):
         scorer(manager=RewardManagerConfig(source="importlib"))
+
+
+def test_verl_names_the_class_of_a_manager_in_reward_manager_name(tmp_path: Path) -> None:
+    file = tmp_path / "own_manager.py"
+    file.write_text(OWN)
+    words = ["reward.reward_manager.source=importlib", f"reward.reward_manager.module.path={file}"]
+    loaded = load("ppo_trainer", [*words, "reward.reward_manager.name=Halving"])
+    assert "reward_manager.name" not in {finding.key for finding in check(loaded)}
+    answer = trajectory()
+    scorer(manager=loaded.config.reward_manager).score([answer])
+    assert answer.score == 0.5
+    typo = check(load("ppo_trainer", ["reward.reward_manager.name=dappo"]))
+    assert "'dapo'" in next(str(finding) for finding in typo if finding.key == "reward_manager.name")
 
 
 def test_a_registered_manager_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

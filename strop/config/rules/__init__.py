@@ -37,6 +37,7 @@ PPO: tuple[Rule, ...] = (
     actor.model_path,
     data.files,
     reward.score_source,
+    reward.manager,
     data.custom_class,
     batch_sizes.divisibility,
     rollout.sampling,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from strop.catalog import REWARD_MANAGERS
 from strop.config.derived import resource_pools
 from strop.config.rules.findings import Findings, error, warning
 
@@ -34,6 +35,16 @@ def score_source(loaded: Loaded[PpoConfig]) -> Findings:
             "reward_model.judge.url",
             "reward_model.judge.enable=true needs reward_model.judge.url or reward_model.model.path.",
         )
+
+
+def manager(loaded: Loaded[PpoConfig]) -> Findings:
+    """reward_manager.name is a registered manager, or with importlib a class of the user's file."""
+    chosen = loaded.config.reward_manager
+    if chosen.source == "register":
+        try:
+            REWARD_MANAGERS.entry(chosen.name)
+        except ValueError as unknown:
+            yield error("reward_manager.name", str(unknown))
 
 
 def clip_range(loaded: Loaded[PpoConfig]) -> Findings:

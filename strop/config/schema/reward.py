@@ -257,7 +257,7 @@ class RewardManagerModuleConfig:
     path: str | None = None
     """File of a custom reward manager."""
     name: str = "custom_reward_manager"
-    """Class of the custom reward manager."""
+    """Class of the custom reward manager, if reward_manager.name does not give it."""
 
 
 @dataclass(eq=False)
@@ -266,8 +266,8 @@ class RewardManagerConfig:
 
     source: str = setting("register", choices=("register", "importlib"))
     """register: by name; importlib: from module.path."""
-    name: str = link("reward_model.reward_manager", one_of=REWARD_MANAGERS)
-    """Name of the manager."""
+    name: str = link("reward_model.reward_manager")
+    """Name of the manager; with importlib, its class in module.path."""
     module: RewardManagerModuleConfig = section(RewardManagerModuleConfig)
     """File and class of a custom manager."""
 
