@@ -301,8 +301,12 @@ def test_a_signal_right_after_a_resume_keeps_what_the_checkpoint_says(overrides,
         patch.setattr(Collector, "_sample", interrupted)
         assert run_ppo(overrides, "run") == STOPPED
     assert read_manifest(Path("run/global_step_2")) == before, "it was not written again"
-    assert run_ppo(overrides, "run", "trainer.del_local_ckpt_after_load=true", "trainer.test_freq=-1") == 0
-    assert read_manifest(Path("run/global_step_4")).metrics == before.metrics, "of the latest validation"
+    with monkeypatch.context() as patch:
+        patch.setattr(Collector, "_sample", interrupted)
+        assert run_ppo(overrides, "run", "trainer.del_local_ckpt_after_load=true") == STOPPED
+    assert read_manifest(Path("run/global_step_2")).metrics == before.metrics, "it was written again"
+    assert run_ppo(overrides, "run", "trainer.test_freq=-1") == 0
+    assert not read_manifest(Path("run/global_step_4")).metrics, "its weights were not validated"
 
 
 def test_without_checkpoints_the_exit_code_is_that_of_the_signal(overrides, tmp_path, monkeypatch, caplog):

@@ -5,8 +5,7 @@
                   new column. Samples go to generations.csv in the same way.
 
 A resumed run removes what came after the step that it resumes from, then appends. A new run in the same
-folder renames an older file to metrics.1.jsonl. The lines of `file` wait in memory while
-the disk is full.
+folder renames an older file to metrics.1.jsonl. The lines of `file` wait in memory while the disk is full.
 """
 
 from __future__ import annotations
