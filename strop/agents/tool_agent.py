@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from strop.agents.episode import Episode, EpisodeError, within
 from strop.agents.interaction import BaseInteraction, ChatMessage
-from strop.agents.parsers.base import Malformed, ToolCall
+from strop.agents.parsers.base import Malformed, ToolCall, read_json
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tool_session import ToolSession
 
@@ -266,8 +266,8 @@ def action_of(text: str, schemas: Sequence[JsonObject]) -> ToolCall | Malformed 
 def _call_of(name: str, given: str, schemas: Sequence[JsonObject]) -> ToolCall | Malformed:
     """Read the input as JSON; for a tool with a single parameter, also as that argument alone."""
     try:
-        arguments, _ = json.JSONDecoder().raw_decode(given)
-    except (json.JSONDecodeError, RecursionError):
+        arguments, _ = read_json(given)
+    except ValueError:
         arguments = given.partition("\n")[0].strip()
     if isinstance(arguments, dict):
         return ToolCall(name, arguments)

@@ -240,7 +240,8 @@ class Loader(Generic[Item]):
         self._sampled = None
 
     def _resume_sampler(self, sampler: RowSampler, state: object) -> None:
-        """Restore the state of a sampler that has one; skip the drawn rows of any other sampler."""
+        """Restore the state of a sampler that has one; any other sampler yields its earlier rows again, which
+        also brings a seeded generator to its place."""
         if state is not None and hasattr(sampler, "load_state_dict"):
             sampler.load_state_dict(state)
             return
@@ -249,6 +250,10 @@ class Loader(Generic[Item]):
                 "data.sampler has update() but no state_dict() and load_state_dict(), so what it learned "
                 "before the checkpoint is lost; only its position is restored."
             )
+        for _ in range(self.epoch):
+            rows = iter(sampler)
+            while self._is_batch(list(islice(rows, self.batch_size))):
+                pass
         self._sampled = islice(iter(sampler), self.position, None)
 
 

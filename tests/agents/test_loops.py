@@ -191,7 +191,13 @@ def test_actions_are_read(said: str, expected: ToolCall | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["Action: add", "Action: add\nAction Input: [1, 2]", "Action: nobody\nAction Input: x"]
+    "said",
+    [
+        "Action: add",
+        "Action: add\nAction Input: [1, 2]",
+        "Action: nobody\nAction Input: x",
+        "Action: add\nAction Input: " + "9" * 5000,  # more digits than Python reads
+    ],
 )
 def test_actions_that_cannot_be_read_are_malformed(said: str) -> None:
     assert isinstance(action_of(said, tool_set(add, upper).schemas), Malformed)

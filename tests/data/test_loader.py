@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import RandomSampler
 
 from strop.config.schema.data import DataConfig, SamplerConfig
 from strop.data.chat import Chat
@@ -198,6 +200,19 @@ def test_a_curriculum_steers_and_resumes(cut: int) -> None:
     second = Loader(range(9), 3, sampler=Curriculum(range(9), None))
     second.load_state_dict(first.state_dict())
     assert before + steps(second, 7 - cut) == whole
+
+
+def test_a_seeded_sampler_without_state_continues_in_its_epoch() -> None:
+    def loader() -> Loader[int]:
+        generator = torch.Generator().manual_seed(1)  # each epoch draws a new order from it
+        return Loader(range(7), 2, sampler=RandomSampler(range(7), generator=generator))
+
+    whole, resumed = loader(), loader()
+    stream(whole, 5)
+    state = whole.state_dict()
+    resumed.load_state_dict(state)
+    assert (state["epoch"], state["position"]) == (1, 4)
+    assert stream(resumed, 5) == stream(whole, 5)
 
 
 def test_a_sampler_without_state_is_run_forward(caplog: pytest.LogCaptureFixture) -> None:
