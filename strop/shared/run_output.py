@@ -274,7 +274,7 @@ class RunOutput:
         try:
             if state.get("program", program) != program:
                 raise ValueError(f"It was saved by a {state['program']}, and this is a {program}.")
-            found.refuse_other_optimizers(self.tree, contents)
+            found.refuse_other_meaning(self.tree, contents)
             for role, model in self.models.items():
                 model.load_state_dict(role_state(role, found.parts, contents[role]))
         except ValueError as error:

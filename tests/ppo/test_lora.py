@@ -49,3 +49,15 @@ def test_only_adapters_are_saved_and_a_resume_is_exact(adapted, tmp_path):
     assert resumed[4]["actor/kl_loss"] == straight[4]["actor/kl_loss"]
     optimizer = load_checkpoint(tmp_path / "cut" / "global_step_4")["actor/optimizer"]
     assert optimizer and all("lora_" in name for name in optimizer)
+
+
+def test_adapters_resume_with_their_scale_only(overrides):
+    lora = [*overrides, "actor_rollout_ref.model.lora_rank=4"]
+    run(lora, "trainer.total_training_steps=2")
+    with pytest.raises(ValueError, match=r"lora_alpha was 16.* and is 64.*Set 16.* again"):
+        run(lora, "actor_rollout_ref.model.lora_alpha=64")
+    with pytest.raises(
+        ValueError, match=r"no 'critic/model'.* Resume from a checkpoint that was saved with it"
+    ):
+        run(lora, "algorithm.adv_estimator=gae")
+    assert max(run(lora)) == 4

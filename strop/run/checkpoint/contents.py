@@ -49,10 +49,12 @@ def role_state(role: str, parts: Mapping[str, Tree], contents: Sequence[str]) ->
             continue
         part = f"{role}/{name}"
         if part not in parts:
+            remedy = f"Take {name!r} out of {role}.checkpoint.load_contents, or resume"
+            if name == "model":  # without its weights nothing can be loaded
+                remedy = "Resume"
             raise ValueError(
-                f"The checkpoint has no {part!r}, it has {', '.join(sorted(parts)) or 'nothing'}. Take "
-                f"{name!r} out of {role}.checkpoint.load_contents, or resume from a checkpoint that was "
-                "saved with it."
+                f"The checkpoint has no {part!r}, it has {', '.join(sorted(parts)) or 'nothing'}. {remedy} "
+                "from a checkpoint that was saved with it."
             )
         if name == "extra":
             state |= parts[part]

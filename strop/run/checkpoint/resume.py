@@ -29,6 +29,9 @@ OPTIMIZER_KEYS = {
 """By role: the key of its optimizer, and the section of what its checkpoints contain."""
 
 
+SCALE_KEYS = ("actor_rollout_ref.model.lora_alpha", "critic.model.lora_alpha", "model.lora_alpha")
+
+
 @dataclass(frozen=True)
 class ResumePoint:
     """A loaded checkpoint."""
@@ -39,11 +42,9 @@ class ResumePoint:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the validation that the checkpoint was saved with."""
 
-    def refuse_other_optimizers(
-        self, now: Mapping[str, object], loaded: Mapping[str, Collection[str]]
-    ) -> None:
-        """Refuse to load the state of another optimizer than that of the configuration `now`; `loaded` are
-        the contents that each model loads."""
+    def refuse_other_meaning(self, now: Mapping[str, object], loaded: Mapping[str, Collection[str]]) -> None:
+        """Refuse to load the state of another optimizer than that of the configuration `now`, and adapters
+        that it gives another scale; `loaded` are the contents that each model loads."""
         changed = changed_values(self.parts.get("config", {}), now)
         for role, contents in loaded.items():
             key, checkpoint = OPTIMIZER_KEYS.get(role, ("", ""))
@@ -52,6 +53,13 @@ class ResumePoint:
                 raise ValueError(
                     f"{key} was {was!r} and is {value!r}, whose state is another one. Set {was!r} again, or "
                     f"leave the state out with {checkpoint}.load_contents=[model,extra]."
+                )
+        values = flatten(now)
+        for key, (was, value) in changed.items():
+            if key in SCALE_KEYS and values[key.replace("alpha", "rank")]:
+                raise ValueError(
+                    f"{key} was {was} and is {value}: the trained adapters would be multiplied by the "
+                    f"ratio of the two. Set {was} again."
                 )
 
 
