@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -81,7 +82,8 @@ def _unknown_source(data_source: str) -> str:
 def check_ground_truth(entry: Entry, data_source: str, ground_truth: object) -> None:
     """Raise ValueError if the scorer needs a ground truth and the row has none; else every score would be
     0."""
-    if ground_truth is None and entry.facts["needs_truth"]:
+    missing = ground_truth is None or (isinstance(ground_truth, float) and math.isnan(ground_truth))
+    if missing and entry.facts["needs_truth"]:
         raise ValueError(
             f"The row has no ground truth, with which the scorer {entry.name!r} of the data source "
             f"{data_source!r} compares. Put it into the column reward_model as ground_truth, or name its "

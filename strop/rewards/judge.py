@@ -158,18 +158,29 @@ class Judge:
         if isinstance(reply, Exception):
             return reply
         try:
+            said = self._after_thoughts(reply)
             if self.rubric:
-                marks = rubric_marks(self.rubric, reply)
+                marks = rubric_marks(self.rubric, said)
                 mark = weighted_mark(self.rubric, marks)
             else:
                 marks = {}
-                mark = self._single_mark(reply)
+                mark = self._single_mark(said)
             for given in (mark, *marks.values()):
                 self._check_range(given)
         except ValueError as problem:
             return problem
         verdict = {"score": (mark - self.low) / (self.high - self.low), "judge_mark": mark}
         return verdict | {f"judge_{name}": given for name, given in marks.items()}
+
+    def _after_thoughts(self, reply: str) -> str:
+        """Return what a judge that thinks says at the end; marks that it considers before do not count."""
+        said = reply.rpartition("</think>")[2]
+        if "<think>" in said:
+            raise ValueError(
+                "The judge did not end its thoughts within reward_model.judge.max_tokens="
+                f"{self.settings.max_tokens}. Raise it, or switch thinking off. It said: {said[-200:]!r}"
+            )
+        return said
 
     def _single_mark(self, reply: str) -> float:
         found = self.pattern.findall(reply)

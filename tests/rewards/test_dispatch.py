@@ -37,8 +37,9 @@ def test_every_declared_scorer_loads() -> None:
 
 @pytest.mark.parametrize("source", ["openai/gsm8k", "aime_2024", "numina_olympiads", "arithmetic"])
 def test_nothing_to_compare_with_is_no_zero(source: str) -> None:
-    with pytest.raises(ValueError, match=rf"no ground truth, .* data source '{source}' compares"):
-        score_response(source, "The answer is \\boxed{None}", None)
+    for missing in (None, float("nan")):  # NaN: how data frames write a missing value
+        with pytest.raises(ValueError, match=rf"no ground truth, .* data source '{source}' compares"):
+            score_response(source, "The answer is \\boxed{None}", missing)
 
 
 def test_scores_and_options() -> None:

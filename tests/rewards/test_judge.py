@@ -122,6 +122,18 @@ def test_the_key_is_sent_and_is_nowhere_else(serve, monkeypatch):
     assert "Authorization" not in double.headers[1]
 
 
+@pytest.mark.parametrize(
+    "said", ["Score: **8**", "**Score**: 8", "## Score:\n8/10", "<think>Score: 2?</think>Score: 8"]
+)
+def test_marks_in_markdown_and_after_thoughts(serve, said):
+    assert marks(judge_at(serve(lambda _: said)), "4")[0]["judge_mark"] == 8.0
+
+
+def test_a_mark_in_unfinished_thoughts_does_not_count(serve):
+    [found] = marks(judge_at(serve(lambda _: "<think>Perhaps Score: 3? Or")), "4")
+    assert isinstance(found, ValueError) and "judge.max_tokens=1024" in str(found)
+
+
 def test_template_pattern_and_range_of_ones_own(serve, tmp_path):
     file = tmp_path / "ask.txt"
     file.write_text("Q={question} A={answer} T={ground_truth} S={data_source}")

@@ -146,7 +146,7 @@ class JudgeConfig:
     template: str | None = None
     """Prompt of the judge: a file or a text with {question}, {answer} and {ground_truth}. Null: the built-in
     template."""
-    score_pattern: str = r"(?i)score:?\**\s*(-?\d+(?:\.\d+)?)"
+    score_pattern: str = r"(?i)score[*_]*:?[*_\s]*(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the score. The last match in the judge's reply is used. Without a
     match the sample is masked."""
     score_range: list[float] = setting([0.0, 10.0])
