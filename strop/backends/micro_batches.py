@@ -188,7 +188,9 @@ class NonFiniteLoss(ValueError):
         self.causes = causes
         self._arguments = rows, causes, loss, ranks
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
-        why = f" Not finite in them: {', '.join(causes)}." if causes else ""
+        why = " All that the loss is computed from is finite there: the loss function made it."
+        if causes:
+            why = f" Not finite in them: {', '.join(causes)}."
         shown = ", ".join(map(str, rows[:16]))
         if len(rows) > 16:
             shown += f" and {len(rows) - 16} more"
