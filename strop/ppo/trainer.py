@@ -43,6 +43,7 @@ from strop.run.samples import UpdateLogProbs
 from strop.shared.dropped_step import (
     drop_validation,
     end_if_stopped,
+    resuming_command,
     save_and_log,
     save_before_end,
     save_unvalidated,
@@ -182,9 +183,8 @@ class PpoTrainer:
             self.step = start.step
             if self.output.save_if_missing(self, record, start):
                 log.error(
-                    "Step %d is dropped; the checkpoint of step %d is complete, and the same command resumes "
-                    "from it.",
-                    *(start.step + 1, start.step),
+                    "Step %d is dropped; the checkpoint of step %d is complete, and %s resumes from it.",
+                    *(start.step + 1, start.step, resuming_command(self.output)),
                 )
             raise
         except Exception as error:  # raised again, as what a signal has caused if one came

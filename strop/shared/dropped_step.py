@@ -39,13 +39,21 @@ def save_before_end(
         log.warning("%sNothing is trained yet; the same command starts again.", dropped)
     elif stop.resumable:
         log.warning(
-            "%sThe state after step %d is saved; the same command resumes from it.", dropped, state.step
+            "%sThe state after step %d is saved; %s resumes from it.",
+            *(dropped, state.step, resuming_command(output)),
         )
     else:
         log.warning(
             "%strainer.save_freq=%d: no checkpoint is written; steps since the last one are lost.",
             *(dropped, output.save_freq),
         )
+
+
+def resuming_command(output: RunOutput) -> str:
+    """What continues a run that was started with this configuration, in words."""
+    if output.config.trainer.resume_mode == "auto":
+        return "the same command"
+    return "the same command with trainer.resume_mode=auto"
 
 
 def raise_if_stopped(output: RunOutput) -> None:
@@ -72,9 +80,8 @@ def save_unvalidated(output: RunOutput, loop: Loop, record: StepRecord, state: L
     output.validation = {}
     if output.save_if_missing(loop, record, state):
         log.error(
-            "The validation of step %d failed. The step is saved; the same command validates it again and "
-            "goes on.",
-            state.step,
+            "The validation of step %d failed. The step is saved; %s validates it again and goes on.",
+            *(state.step, resuming_command(output)),
         )
     output.log(record, state.step)
 

@@ -336,6 +336,20 @@ def test_a_signal_in_the_first_step_does_not_speak_of_a_checkpoint(overrides, tm
     assert "Step 1 is dropped. Nothing is trained yet; the same command starts again." in caplog.messages
 
 
+def test_a_run_that_always_starts_over_says_how_to_resume(overrides, tmp_path, monkeypatch, caplog):
+    """examples/quickstart.yaml sets resume_mode=disable, so the same command would not resume."""
+    sample = Collector._sample
+
+    def interrupted(self, draw, prompts, step, first):
+        if step == 2:
+            send()
+        return sample(self, draw, prompts, step, first)
+
+    monkeypatch.setattr(Collector, "_sample", interrupted)
+    assert run_ppo(overrides, tmp_path / "run", "trainer.resume_mode=disable") == STOPPED
+    assert "the same command with trainer.resume_mode=auto resumes from it" in caplog.text
+
+
 def test_helpers_that_the_signal_ended_too_do_not_spoil_the_checkpoint(overrides, tmp_path, monkeypatch):
     score = Collector.score
 
