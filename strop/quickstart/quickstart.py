@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from strop.config.compose import load
+from strop.config.schema.trainer import TrainerConfig
 from strop.registry import did_you_mean
 
 EXAMPLE = Path(__file__).with_name("quickstart.yaml").resolve()
@@ -46,6 +47,8 @@ TRAINED = 2350
 """Problems to train on, if there are as many."""
 HELD_OUT = 150
 """Problems to validate on, if there are as many."""
+SMALLEST_TASK = 2
+"""The least `--largest` with a problem to validate on."""
 NEXT = """
 What to try next:{activate}
   strop board runs                          look at it in a browser: curves, answers token by token
@@ -73,10 +76,12 @@ def main(arguments: Sequence[str]) -> int:
         *ALGORITHMS[options.algorithm],
         *options.overrides,
     ]
-    load("ppo_trainer", overrides, str(EXAMPLE))  # reports a typo before the supervised training
+    config = load(
+        "ppo_trainer", overrides, str(EXAMPLE)
+    ).config  # reports a typo before the supervised training
     prepare(out, largest=options.largest, seed=options.seed, say=say)
     train(overrides)
-    summarise(out, say)
+    summarise(out, config.trainer, say)
     following = NEXT.format(example=os.path.relpath(EXAMPLE), activate=_activation())
     say(f"{time.time() - started:.0f} s in all.\n{following}")
     return 0
@@ -111,6 +116,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(
             f"--algorithm {options.algorithm}: not one of "
             f"{', '.join(ALGORITHMS)}.{did_you_mean(options.algorithm, ALGORITHMS)}"
+        )
+    if options.largest < SMALLEST_TASK:
+        raise ValueError(
+            f"--largest {options.largest}: too few problems to train on and to hold out. Use {SMALLEST_TASK} "
+            "or more."
         )
     return options
 
@@ -165,14 +175,22 @@ def train(overrides: list[str]) -> None:
     build_ppo(loaded).fit()
 
 
-def summarise(out: Path, say: Writer) -> None:
-    """Print the accuracy before and after training and some answers, and draw the reward curve."""
-    metrics = _read_jsonl(out / "run" / "metrics.jsonl")
+def summarise(out: Path, trainer: TrainerConfig, say: Writer) -> None:
+    """Print the accuracy before and after training and some answers, and draw the reward curve. Without the
+    file of metrics or the first validation, which keys can switch off, there is nothing to compare."""
+    file = Path(trainer.default_local_dir) / "metrics.jsonl"
+    metrics = _read_jsonl(file) if file.exists() else []
     held_out = _metric_by_step(metrics, "val-core/arithmetic/acc/mean@1")
     reward = _metric_by_step(metrics, "critic/score/mean")
+    if not held_out or held_out[0][0] > 0 or not trainer.validation_data_dir:
+        say(
+            f"\nThe run is in {trainer.default_local_dir}; it has no validation before training to compare.\n"
+        )
+        return
+    samples = Path(trainer.validation_data_dir)
     # Earlier runs with more steps may have left other files in the folder.
-    first = _read_jsonl(out / "samples" / f"{held_out[0][0]}.jsonl")
-    last = _read_jsonl(out / "samples" / f"{held_out[-1][0]}.jsonl")
+    first = _read_jsonl(samples / f"{held_out[0][0]}.jsonl")
+    last = _read_jsonl(samples / f"{held_out[-1][0]}.jsonl")
     say("\nquestion      expected  before    after\n")
     for before, after in list(zip(first, last))[:8]:
         say(f"{before['input']:<12}  {before['gts']:<8}  {before['output']:<8}  {after['output']}\n")
@@ -181,7 +199,7 @@ def summarise(out: Path, say: Writer) -> None:
         f"{held_out[-1][0]} steps.\n"
     )
     curve = draw_curve(out / "reward.png", {"training reward": reward, "held out greedy": held_out})
-    say(f"Curve: {curve}   metrics: {out}/run/metrics.jsonl   samples: {out}/samples\n")
+    say(f"Curve: {curve}   metrics: {file}   samples: {samples}\n")
 
 
 def _read_jsonl(file: Path) -> list[dict[str, Any]]:

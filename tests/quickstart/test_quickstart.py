@@ -10,6 +10,7 @@ from statistics import mean
 
 import pytest
 
+from strop.config.schema.trainer import TrainerConfig
 from strop.quickstart import quickstart
 
 STEPS = 20
@@ -100,6 +101,29 @@ def test_an_unknown_algorithm_is_named(tmp_path: Path) -> None:
         quickstart.main(["--algorithm", "remx", "--out", str(tmp_path)])
 
 
+def test_a_task_without_problems_is_refused(tmp_path: Path) -> None:
+    for largest in ("1", "-5"):
+        with pytest.raises(ValueError, match=f"--largest {largest}: too few problems"):
+            quickstart.main(["--largest", largest, "--out", str(tmp_path)])
+
+
+def test_the_summary_reads_what_the_keys_say(tmp_path: Path) -> None:
+    """Keys may move the run, or leave out the file or the validation that the summary compares."""
+    said = io.StringIO()
+    trainer = TrainerConfig(default_local_dir=str(tmp_path), validation_data_dir=str(tmp_path / "samples"))
+    quickstart.summarise(tmp_path, trainer, said.write)
+    assert f"The run is in {tmp_path}; it has no validation before training" in said.getvalue()
+    (tmp_path / "samples").mkdir()
+    row = {"input": "1+2=", "gts": "3", "output": "4"}
+    for step, accuracy in ((0, 0.25), (5, 0.75)):
+        (tmp_path / "samples" / f"{step}.jsonl").write_text(json.dumps(row) + "\n")
+        data = {"val-core/arithmetic/acc/mean@1": accuracy, "critic/score/mean": accuracy}
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "data": data}) + "\n")
+    quickstart.summarise(tmp_path, trainer, said.write)
+    assert "accuracy: 25.0% before, 75.0% after 5 steps" in said.getvalue()
+
+
 def test_every_algorithm_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second algorithm once hid the metrics of the first, and its checkpoints lay among the others."""
     folders = {quickstart.default_folder(name) for name in quickstart.ALGORITHMS}
@@ -107,7 +131,7 @@ def test_every_algorithm_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch
     prepared_folders = []
     monkeypatch.setattr(quickstart, "prepare", lambda out, **_: prepared_folders.append(str(out)))
     monkeypatch.setattr(quickstart, "train", lambda overrides: prepared_folders.append(overrides[3]))
-    monkeypatch.setattr(quickstart, "summarise", lambda out, say: None)
+    monkeypatch.setattr(quickstart, "summarise", lambda out, trainer, say: None)
     quickstart.main(["--algorithm", "ppo"])
     quickstart.main(["--out", "mine"])
     first = ["runs/quickstart_ppo", "trainer.default_local_dir=runs/quickstart_ppo/run"]
