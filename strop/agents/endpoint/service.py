@@ -108,7 +108,7 @@ class AgentService:
         try:
             while line := await self.process.stdout.readline():
                 self._answer(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             reason = f"the program wrote a line that is no answer: {error}"
         for future in self._waiting.values():
             if not future.done():

@@ -64,6 +64,7 @@ FAILURES = {
     "report": ("    if task == 'b': answer['error'] = 'no luck'\n", "no luck", {}),
     "death": ("    if task == 'b': sys.exit('boom')\n", "boom", {}),
     "nonsense": ("    if task == 'b': print('hello', flush=True)\n", "no answer: Expecting value", {}),
+    "depth": ("    if task == 'b': print('[' * 100_000, flush=True)\n", "no answer: ", {"timeout": 5.0}),
     "silence": ("    if task == 'b': continue\n", "within 1 seconds", {"timeout": 1.0}),
     "flood": (f"    while task == 'b':\n    {ASK}", "max_calls=2", {"max_calls": 2}),
     "reward": (
