@@ -139,6 +139,10 @@ def test_known_mistakes(accepts: Callable[[str, str], bool], answer: str, truth:
         ("6.283", r"2\pi", False),
         ("50\\%", "50", True),
         ("2/3 cup", "2/3", True),
+        ("2 thirds", "2/3", True),
+        ("2 thirds", "2", False),
+        (r"5\text{ hundredths}", "5", False),
+        ("3 quarters", "3", True),  # coins, games: not a number
         (r"\frac{1}{2}\text{ cup}", "0.5", True),
         ("(1,2) cup (3,4)", r"(1,2) \cup (3,4)", True),
         (r"\mathbf{7}", "7", True),

@@ -5,9 +5,14 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-MULTIPLIERS = {
+_PARTS = {
+    **{"halves": 2, "thirds": 3, "fourths": 4, "fifths": 5, "sixths": 6, "sevenths": 7, "eighths": 8},
+    **{"ninths": 9, "tenths": 10, "hundredths": 10**2, "thousandths": 10**3},
+}
+MULTIPLIERS: dict[str, int | Fraction] = {
     **{"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12},
     **{"dozen": 12, "hundreds": 10**2, "thousands": 10**3, "millions": 10**6, "billions": 10**9},
+    **{name: Fraction(1, parts) for name, parts in _PARTS.items()},
 }
 NUMBER_WORDS = {
     **{"zero": 0, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8},
