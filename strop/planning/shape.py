@@ -261,9 +261,9 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
             f"{where}: the planner does not know model_type={kind!r}.{did_you_mean(kind, FAMILIES)} It knows "
             f"{', '.join(sorted(FAMILIES))}."
         )
-    required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    required = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
     if not family.mixture:
-        required += ("intermediate_size",)
+        required.append("intermediate_size")
     _check_sizes(values, required, where)
     hidden = _whole(values, "hidden_size")
     heads = _whole(values, "num_attention_heads")
@@ -308,7 +308,7 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
     )
 
 
-def _check_sizes(values: ModelJson, required: tuple[str, ...], where: str) -> None:
+def _check_sizes(values: ModelJson, required: list[str], where: str) -> None:
     """Refuse sizes that are missing, or that no model has."""
     missing = [key for key in required if values.get(key) is None]
     if missing:

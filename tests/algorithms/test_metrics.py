@@ -193,6 +193,12 @@ def test_validation_groups_by_source_and_prompt_and_skips_text() -> None:
     assert "pass@2" not in metrics["b"]["reward"], "0.5 is no pass or fail"
 
 
+def test_pass_at_k_is_not_that_of_prompts_whose_scores_happen_to_be_0_and_1() -> None:
+    scores = {"reward": [0.0, 1.0, 0.0, 0.25, -0.5, -0.5]}
+    found = validation_metrics(["a"] * 6, [0, 0, 1, 1, 2, 2], scores)["a"]["reward"]
+    assert found["best@2/mean"] == pytest.approx(0.75 / 3) and "pass@2" not in found
+
+
 def test_votes_and_values_of_different_responses_are_not_paired() -> None:
     """The first response has no value and the last one no vote: as many of both, but not of the same."""
     variables = {"acc": [None, 1.0, 0.0, 0.0], "pred": ["a", "b", "a", None]}

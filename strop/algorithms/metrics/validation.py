@@ -14,7 +14,7 @@ import itertools
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,10 +58,13 @@ def validation_metrics(
     for source, prompts_of_source in prompts.items():
         collected: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         texts: set[str] = set()
+        graded: set[str] = set()
         for prompt in prompts_of_source.values():
             for name, values in prompt.items():
                 if any(isinstance(value, str) for value in values.values()):
                     texts.add(name)
+                elif not _is_binary(values.values()):
+                    graded.add(name)
         for prompt in prompts_of_source.values():
             votes = prompt.get("pred", {})
             for variable, values in prompt.items():
@@ -69,7 +72,9 @@ def validation_metrics(
                     own_votes = list(votes.values()) if votes.keys() == values.keys() else None
                     found = prompt_metrics(list(values.values()), own_votes, estimator=estimator, seed=seed)
                     for metric, value in found.items():
-                        collected[variable][metric].append(value)
+                        # pass@k of only those prompts that happen to have scores of 0 and 1 is biased.
+                        if variable not in graded or not metric.startswith("pass@"):
+                            collected[variable][metric].append(value)
         metrics[source] = {
             v: {m: float(np.mean(x)) for m, x in found.items()} for v, found in collected.items()
         }
@@ -86,7 +91,7 @@ def prompt_metrics(
         return metrics
     metrics[f"std@{count}"] = float(np.std(values))
     voting = votes is not None and len(votes) == count
-    binary = all(value in (0, 1) for value in values)
+    binary = _is_binary(values)
     for size in subset_sizes(count):
         if estimator == "bootstrap":
             best, worst = bootstrap(values, size, [np.max, np.min], seed=seed)
@@ -102,6 +107,10 @@ def prompt_metrics(
             maj = majority_of(values, votes, size, estimator=estimator, seed=seed)
             metrics |= {f"maj@{size}/mean": maj[0], f"maj@{size}/std": maj[1]}
     return metrics
+
+
+def _is_binary(values: Iterable[float]) -> bool:
+    return all(value in (0, 1) for value in values)
 
 
 def subset_sizes(count: int) -> list[int]:
