@@ -13,12 +13,13 @@ import pytest
 
 from strop.agents.parsers.base import Malformed, ToolCall, parser_for
 from strop.registry import load_module
+from strop.rewards.function import score_response
 from tests.ppo.runs import run
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 PLUGINS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
-COMMANDS = dict(re.findall(r"```\nplugins=\[(\w+\.py)\] (.*?)\n```", PAGE, re.DOTALL))
+COMMANDS = dict(re.findall(r"```\nplugins=\[(\w+\.py)\] ?(.*?)\n```", PAGE, re.DOTALL))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def keys(name: str, plugins: Path) -> list[str]:
 
 
 def test_every_recipe_has_a_command() -> None:
-    assert set(PLUGINS) == set(COMMANDS) and len(PLUGINS) == 6
+    assert set(PLUGINS) == {*COMMANDS, "guess.py"} and len(PLUGINS) == 8
 
 
 def test_an_estimator(short: list[str], plugins: Path) -> None:
@@ -70,6 +71,20 @@ def test_a_reward_manager(short: list[str], plugins: Path, tmp_path: Path) -> No
     chosen = [*keys("clipped_manager.py", plugins), f"custom_reward_function.path={reward}"]
     [step] = run(short, *chosen).values()
     assert step["critic/score/max"] == step["critic/score/min"] == 1.0
+
+
+def test_a_scorer(plugins: Path) -> None:
+    load_module(str(plugins / "last_number.py"))
+    assert score_response("my_task/easy", "3 and 4 are 7", "7") == 1.0
+    assert score_response("my_task/easy", "none", "7") == 0.0
+
+
+def test_an_environment(short: list[str], plugins: Path) -> None:
+    [(place, rest)] = re.findall(r"```\n(actor_rollout_ref\S+=gym:)(guess.*?)\n```", PAGE, re.DOTALL)
+    sizes = ["data.max_prompt_length=32", "data.max_response_length=30"]
+    [step] = run(short, *f"{place}{plugins}/{rest}".split(), *sizes).values()
+    assert step["agent/episodes"] == 32 and step["agent/failed"] == 0
+    assert step["agent/assistant_turns/max"] == 2  # limit=2 ended it
 
 
 def test_an_engine(short: list[str], plugins: Path) -> None:
