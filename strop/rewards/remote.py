@@ -173,7 +173,7 @@ def parse_reply(reply: object, count: int, url: str) -> list[object]:
         raise _no_rewards(url, type(reply).__name__)
     if "rewards" not in reply:
         raise _no_rewards(url, ", ".join(map(str, reply))[:200] or "nothing")
-    rewards = _column(reply["rewards"], count)
+    rewards = _column(reply["rewards"], 1)  # one number stands for one sample, never for several
     if len(rewards) != count:
         raise ValueError(f"{url} was sent {count} samples and answered with {len(rewards)} rewards.")
     columns = {"score": rewards}

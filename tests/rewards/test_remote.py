@@ -223,6 +223,8 @@ def test_unusable_replies_say_what_came() -> None:
         parse_reply({"reward": 1}, 1, "http://x")
     with pytest.raises(ValueError, match="sent 3 samples and answered with 2 rewards"):
         parse_reply({"rewards": [1, 2]}, 3, "http://x")
+    with pytest.raises(ValueError, match="was sent 3 samples and answered with 1 rewards"):
+        parse_reply({"rewards": 0.5}, 3, "http://x")
     assert parse_reply({"rewards": 1.5, "scores": 1.5}, 1, "http://x") == [1.5]
     with pytest.raises(ValueError, match="not an http:// or https:// address"):
         RewardServerClient("reward.py", TOKENIZER)
