@@ -29,8 +29,7 @@ class RewardSample:
     solution_str: str
     """Text that the policy generated, without special tokens."""
     extra_info: dict[str, object]
-    """The extra_info of the data row, the extras of the agent loop, num_turns and turn_scores. It is a copy:
-    a scorer may change it."""
+    """The extra_info of the data row, the extras of the agent loop, num_turns and turn_scores."""
 
     @property
     def data_source(self) -> str:

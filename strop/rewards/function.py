@@ -30,6 +30,7 @@ from strop.rewards.signatures import (
     column_arguments,
     is_required,
     list_arguments,
+    own_copy,
     parameters_of,
     select_arguments,
     style_of,
@@ -240,7 +241,7 @@ class RewardFunction:
         if self.takes_columns:
             return self._call_with_columns(column_arguments(sample))
         extra_info = without_facts(sample.extra_info)
-        values = (sample.data_source, sample.solution_str, sample.ground_truth, extra_info)
+        values = (sample.data_source, sample.solution_str, own_copy(sample.ground_truth), extra_info)
         return self._call(SAMPLE_ARGUMENTS, values)
 
     def call_with_lists(self, samples: Sequence[RewardSample]) -> Sequence[object]:
@@ -274,7 +275,7 @@ class RewardFunction:
         columns = (
             [sample.data_source for sample in samples],
             [sample.solution_str for sample in samples],
-            [sample.ground_truth for sample in samples],
+            [own_copy(sample.ground_truth) for sample in samples],
             [without_facts(sample.extra_info) for sample in samples],
         )
         return self._call(LIST_ARGUMENTS, columns)

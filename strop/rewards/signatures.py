@@ -110,9 +110,19 @@ class RowFacts:
         return cls(bool(found.get("text_prompt")), tuple(found.get("null_columns") or ()))
 
 
+def own_copy(value: object) -> object:
+    """Lists and dicts copied at every depth: a function may change what it is given, and the next sample of
+    the row has the same. Other objects are shared."""
+    if isinstance(value, dict):
+        return {name: own_copy(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [own_copy(item) for item in value]
+    return value
+
+
 def without_facts(extra_info: Mapping[str, object]) -> dict[str, object]:
     """`extra_info` as the user wrote it."""
-    return {name: value for name, value in extra_info.items() if name != ROW_FACTS}
+    return {name: own_copy(value) for name, value in extra_info.items() if name != ROW_FACTS}
 
 
 def column_arguments(sample: RewardSample) -> dict[str, object]:
@@ -122,7 +132,7 @@ def column_arguments(sample: RewardSample) -> dict[str, object]:
     columns |= without_facts(sample.extra_info)
     return {
         "data_source": sample.data_source,
-        "ground_truth": sample.ground_truth,
+        "ground_truth": own_copy(sample.ground_truth),
         "completion_ids": list(sample.trajectory.response),
         **columns,
         "prompt": prompt_of(sample),
@@ -135,7 +145,7 @@ def prompt_of(sample: RewardSample) -> object:
     messages = sample.trajectory.prompt.messages
     if RowFacts.of(sample.extra_info).text_prompt and len(messages) == 1:
         return messages[0]["content"]
-    return messages
+    return own_copy(messages)
 
 
 def list_arguments(samples: Sequence[RewardSample]) -> dict[str, object]:

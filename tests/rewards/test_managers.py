@@ -196,6 +196,16 @@ def test_async_is_refused_where_processes_run(tmp_path: Path) -> None:
         scorer(tmp_path, ASYNC, reward_manager="prime")
 
 
+@pytest.mark.parametrize("arguments", ["ground_truth, extra_info", "completion, ground_truth, **extra_info"])
+def test_what_a_function_changes_is_its_own(tmp_path: Path, arguments: str) -> None:
+    code = f"def compute_score({arguments}): return ground_truth.pop() + extra_info['more']['of'].pop()\n"
+    answers = [trajectory(truth=[1, 2]), trajectory(truth=[1, 2])]
+    answers[0].prompt.extra_info["more"] = {"of": [10, 20]}
+    answers[1].prompt = answers[0].prompt  # two samples of one row
+    scorer(tmp_path, code).score(answers)
+    assert [answer.score for answer in answers] == [22.0, 22.0]
+
+
 @pytest.mark.parametrize("manager", ["naive", "prime"])
 def test_arguments_may_have_any_name(tmp_path: Path, manager: str) -> None:
     code = "def compute_score(completion, timeout, function, self=0): return timeout + function\n"
