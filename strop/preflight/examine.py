@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from strop.config.arithmetic import Plan, SupervisedPlan, plan_ppo, plan_supervised
 from strop.config.commandline import parse
 from strop.config.compose import Loaded, load
-from strop.config.derived import objective, roles
+from strop.config.derived import has_critic, objective, roles
 from strop.config.rules import ConfigFinding, check, error, warning
 from strop.config.schema.inference import GenerationConfig
 from strop.config.schema.model import OptimConfig
@@ -105,13 +105,16 @@ def _warmup(config: RootConfig, plan: Plan | SupervisedPlan | None) -> list[Conf
         assert isinstance(config, SupervisedConfig)
         key = "optim.lr_warmup_steps"
         optim = config.optim
-    if optim.lr_warmup_steps <= plan.total_steps:
-        return []
-    message = (
-        f"{optim.lr_warmup_steps}, but the run has {plan.total_steps} steps: lr={optim.lr:g} is never "
-        "reached."
-    )
-    return [warning(key, message)]
+    found = []
+    if optim.lr_warmup_steps > plan.total_steps:
+        message = f"the run has {plan.total_steps} steps: lr={optim.lr:g} is never reached."
+        found.append(warning(key, f"{optim.lr_warmup_steps}, but {message}"))
+    if isinstance(config, PpoConfig) and has_critic(config):
+        first = config.trainer.critic_warmup
+        if first > plan.total_steps:
+            message = f"{first}, but the run has {plan.total_steps} steps: the actor is never trained."
+            found.append(warning("trainer.critic_warmup", message))
+    return found
 
 
 def _folders(config: RootConfig) -> list[ConfigFinding]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 
 import pytest
 
 from strop.algorithms.metrics.training import StepRecord
+from strop.config.compose import load
 from strop.data.loader import Loader
 from strop.ppo.collect import Collector, Validator
 from strop.ppo.sampler import StepRollout
+from strop.preflight.examine import examine
 from strop.rewards.scorer import ScoreReport
 from strop.rollout.base import Sampling
 from strop.run.checkpoint.layout import saved_checkpoints
@@ -134,3 +137,18 @@ def test_samples_reach_the_trackers(overrides, tmp_path):
     assert [entry["step"] for entry in logged] == [0, 2, 4]
     inputs = [[row["input"] for row in entry["rows"]] for entry in logged]
     assert len(inputs[0]) == 3 and inputs[0] == inputs[1] == inputs[2]  # the same prompts, to be compared
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["trainer.best_metric=val-core/a", "trainer.test_freq=-1"], "best_metric: .* no step is validated"),
+        (
+            ["algorithm.adv_estimator=gae", "trainer.critic_warmup=5"],
+            "critic_warmup: 5, but the run has 4 .*never trained",
+        ),
+    ],
+)
+def test_keys_that_never_act_are_said(overrides, keys, said):
+    found = "\n".join(map(str, examine(load("ppo_trainer", [*overrides, *keys])).findings))
+    assert re.search(said, found), found

@@ -95,10 +95,16 @@ def checkpoints(loaded: Loaded[PpoConfig]) -> Findings:
     """A run without save_freq writes no checkpoint; what is saved has the weights."""
     actor = loaded.config.actor_rollout_ref.actor
     yield from saved_weights("actor_rollout_ref.actor.checkpoint", actor.checkpoint)
-    save_freq = loaded.config.trainer.save_freq
-    if save_freq <= 0:
+    trainer = loaded.config.trainer
+    if trainer.save_freq <= 0:
         yield warning(
-            "trainer.save_freq", f"{save_freq}: no checkpoint is ever written, not even at the end."
+            "trainer.save_freq", f"{trainer.save_freq}: no checkpoint is ever written, not even at the end."
+        )
+    elif trainer.best_metric and (trainer.test_freq <= 0 or not loaded.config.data.val_files):
+        yield warning(
+            "trainer.best_metric",
+            f"{trainer.best_metric} has no effect, because no step is validated. Set data.val_files and "
+            "trainer.test_freq.",
         )
 
 
