@@ -29,6 +29,7 @@ from strop.agents.interaction import BaseInteraction, ChatMessage
 from strop.agents.parsers.base import Malformed, ToolCall, read_json
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tool_session import ToolSession
+from strop.rewards.signatures import own_copy
 
 OBSERVATION = "Observation:"
 FINAL = "Final Answer:"
@@ -80,7 +81,7 @@ async def open_tools(episode: Episode) -> AsyncIterator[ToolSession | None]:
         yield None
         return
     episode.tools = tools.schemas
-    session = await tools.open(episode.prompt.extra_info.get("tools_kwargs") or {})
+    session = await tools.open(own_copy(episode.prompt.extra_info.get("tools_kwargs") or {}))
     try:
         yield session
         episode.extras["tool_rewards"] = await session.rewards()
@@ -149,7 +150,7 @@ class InteractionSession:
 
     async def reply(self, episode: Episode) -> tuple[bool, str]:
         """Reward the latest answer and reply to it; whether the conversation ends, and what the user says."""
-        work = self.interaction.generate_response(self.instance_id, episode.messages, **self.kwargs)
+        work = self.interaction.generate_response(self.instance_id, own_copy(episode.messages), **self.kwargs)
         reply = await episode.waiting(within(work, self.timeout, f"the interaction {self.name}"))
         try:
             ends, text, reward, numbers = reply
@@ -172,7 +173,7 @@ class InteractionSession:
 async def open_interaction(episode: Episode) -> AsyncIterator[InteractionSession | None]:
     """Yield the simulated user that the row names, finalized however the episode ends; None for rows
     without."""
-    kwargs = dict(episode.prompt.extra_info.get("interaction_kwargs") or {})
+    kwargs = dict(own_copy(episode.prompt.extra_info.get("interaction_kwargs") or {}))
     interaction = episode.context.interactions.choose(kwargs)
     if interaction is None:
         yield None

@@ -24,9 +24,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar, cast
 
 from strop.rewards.base import RewardSample
 
+Value = TypeVar("Value")
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 LIST_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 ROW_FACTS = "strop"
@@ -110,14 +112,15 @@ class RowFacts:
         return cls(bool(found.get("text_prompt")), tuple(found.get("null_columns") or ()))
 
 
-def own_copy(value: object) -> object:
+def own_copy(value: Value) -> Value:
     """Lists and dicts copied at every depth: a function may change what it is given, and the next sample of
     the row has the same. Other objects are shared."""
+    copied: object = value
     if isinstance(value, dict):
-        return {name: own_copy(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [own_copy(item) for item in value]
-    return value
+        copied = {name: own_copy(item) for name, item in value.items()}
+    elif isinstance(value, list):
+        copied = [own_copy(item) for item in value]
+    return cast(Value, copied)
 
 
 def without_facts(extra_info: Mapping[str, object]) -> dict[str, object]:

@@ -167,6 +167,31 @@ def test_rewards_of_tools_stand_on_the_turn_that_called() -> None:
     assert sample.extras["distance"] == 3.0 and sample.extras["tool_rewards"] == {"guess": 0.0}
 
 
+class Greedy(BaseInteraction):
+    """Changes all that it is given."""
+
+    left: dict[str, list[str]] = {}
+
+    async def start_interaction(self, instance_id: str, left: Any = None, **kwargs: Any) -> str:
+        self.left[instance_id] = left
+        return instance_id
+
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        messages.clear()
+        self.left[instance_id].pop()
+        return not self.left[instance_id], "Go on.", 0.0, {}
+
+
+def test_an_interaction_may_change_what_it_is_given() -> None:
+    scene = episode_context(
+        ScriptedEngine(["four"]), interactions=Interactions({"greedy": Greedy({"name": "greedy"})})
+    )
+    row = prompt(interaction_kwargs={"name": "greedy", "left": ["a", "b"]})
+    for episode in play(scene, row, row):
+        assert episode.error is None and episode.assistant_turns == 2
+        assert [message["role"] for message in episode.messages] == ["user", "assistant", "user", "assistant"]
+
+
 class Countdown(BaseInteraction):
     """Says `again` until the third answer; each answer earns its number."""
 

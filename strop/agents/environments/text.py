@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from strop.agents.episode import Episode, EpisodeError, within
+from strop.rewards.signatures import own_copy
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class TextEnvironmentAgent:
             await within(opened.aclose(), limit, f"{self._name}: close")
 
     async def _play(self, episode: Episode, environment: TextEnvironment) -> None:
-        start = environment.reset(seed_of(episode), dict(episode.prompt.extra_info))
+        start = environment.reset(seed_of(episode), own_copy(episode.prompt.extra_info))
         observed = await self._ask(episode, start, "reset")
         if observed.text:
             episode.open(with_observation(episode, observed.text))

@@ -94,6 +94,22 @@ def test_an_environment_that_hangs_does_not_keep_the_program_alive(tmp_path, met
     assert [thread for thread in threading.enumerate() if not thread.daemon] == [threading.main_thread()]
 
 
+def test_an_environment_may_change_its_options(tmp_path):
+    path = tmp_path / "pile.py"
+    path.write_text(
+        "class Pile:\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        self.pile = options['pile']\n"
+        "        return 'Take.', {}\n"
+        "    def step(self, action):\n"
+        "        self.pile.pop()\n"
+        "        return 'Again.', 1.0, not self.pile, False, {}\n"
+    )
+    row = prompt("a", agent=None, pile=["x", "y"])
+    found = play(episode_context(ScriptedEngine(["3"])), row, row, loops=loops_of(f"gym:{path}:Pile"))
+    assert [episode.trajectory().reward for episode in found] == [2.0, 2.0]
+
+
 def test_a_broken_environment_fails_its_episode(file):
     scene = episode_context(ScriptedEngine(["3"]))
     with pytest.raises(ValueError, match=r"step returned str; expected \(observation, reward"):
