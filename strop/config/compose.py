@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from strop.config.aliases import drop_without_effect, flatten, nest, reason_for, translate
+from strop.config.aliases import drop_without_effect, flatten, nest, notice, reason_for, translate
 from strop.config.aliases.async_lengths import ASYNC_LENGTHS, fill_async_lengths
 from strop.config.commandline import force_override, plain_values, quote_command, quote_digits
 from strop.config.references import refuse_growth
@@ -125,8 +125,9 @@ def load(
     tree = resolve(_merge(_defaults(root), nest(leaves)))
     made = build(ROOTS[root], tree)
     for key in schema.keys:
-        if key.inert and any(path == key.path or path.startswith(key.path + ".") for path in leaves):
-            notices.append(f"{key.path} has no effect: {key.inert}.")
+        set_here = [path for path in leaves if key.inert and f"{path}.".startswith(f"{key.path}.")]
+        if key.inert and set_here:
+            notices.append(notice(set_here, key.inert))
     return Loaded(root, made, leaves, notices)
 
 

@@ -220,7 +220,7 @@ def wrong_head(folder: Path, *, wanted: str) -> str | None:
     ):
         return (
             f"it holds a language model ({saved_as}) without a score head. `strop rm` makes a reward model "
-            "of it."
+            "of it; strop ppo can ask it as a judge (reward_model.judge.enable=true)."
         )
     return None
 

@@ -24,6 +24,7 @@ from strop.config.schema.model import OptimConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.preflight.report import PreflightReport, announce, render
+from strop.registry import load_attribute
 
 if TYPE_CHECKING:
     from strop.config.schema.roots import RootConfig
@@ -50,6 +51,8 @@ def examine(loaded: Loaded[RootConfig], given: InProcess | None = None) -> Prefl
     report.plan = _plan(config, rows)
     if report.ok:
         report.findings += _enough_rows(report.plan, rows)
+    if isinstance(config, PpoConfig):
+        report.findings += _user_classes(config)
     report.findings += _warmup(config, report.plan)
     report.findings += _folders(config)
     if report.ok and isinstance(config, PpoConfig | SupervisedConfig):
@@ -91,6 +94,24 @@ def _enough_rows(plan: Plan | SupervisedPlan | None, rows: int | None) -> list[C
         return []
     message = f"{needed} rows per step, but the files have only {rows}. Set it to {rows} or less."
     return [error("data.train_batch_size", message)]
+
+
+def _user_classes(config: PpoConfig) -> list[ConfigFinding]:
+    """Whether the files of a data set and of a sampler of the user's own have the classes that are named."""
+    data = config.data
+    findings: list[ConfigFinding] = []
+    for key, path, name in (
+        ("data.custom_cls.path", data.custom_cls.path, data.custom_cls.name),
+        ("data.sampler.class_path", data.sampler.class_path, data.sampler.class_name),
+    ):
+        if path and not name:
+            findings.append(error(key, f"{path} is set, but not the name of the class in it."))
+        elif path and name:
+            try:
+                load_attribute(path, name)
+            except ValueError as problem:
+                findings.append(error(key, str(problem)))
+    return findings
 
 
 def _warmup(config: RootConfig, plan: Plan | SupervisedPlan | None) -> list[ConfigFinding]:

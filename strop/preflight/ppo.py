@@ -157,8 +157,9 @@ def _models(config: PpoConfig, has_tokenizer: bool) -> list[ConfigFinding]:
         findings += _model_findings("actor_rollout_ref.model.path", policy, "language")
     if has_critic(config) and config.critic.model.path != policy:
         findings += _model_findings("critic.model.path", config.critic.model.path, "scalar")
-    loads_judge = reward.judge.enable and not reward.judge.url
-    if loads_judge or (reward.enable and not reward.remote_url):
+    if reward.judge.enable and not reward.judge.url:
+        findings += _model_findings("reward_model.model.path", reward.model.path, "language")
+    elif reward.enable and not reward.remote_url:
         findings += _model_findings("reward_model.model.path", reward.model.path, "reward")
     teacher = config.algorithm.distillation
     if teacher.enable and teacher.path:

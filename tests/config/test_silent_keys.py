@@ -92,3 +92,11 @@ def test_the_stable_share_of_wsd_is_a_key():
         schedule.optimizer.step()
         schedule.step()
     assert rates[:6] == [1.0] * 6 and all(a > b for a, b in pairwise(rates[5:]))
+
+
+def test_the_notice_about_a_free_section_names_the_keys_that_have_no_effect():
+    """With rank and alpha in use, `model.lora has no effect` would be wrong."""
+    model = "actor_rollout_ref.model"
+    said = load("ppo_trainer", [f"{model}.lora.rank=8", f"{model}.lora.merge=true"]).notices
+    assert any(text.startswith(f"{model}.lora.merge has no effect: ") for text in said)
+    assert not any(text.startswith(f"{model}.lora has no effect") for text in said)

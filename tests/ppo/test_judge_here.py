@@ -85,3 +85,12 @@ def test_the_preflight_reads_the_judges_settings(overrides):
         finding.key == "reward_model.judge" and "Is it running" in finding.message
         for finding in report.findings
     )
+
+
+def test_the_preflight_takes_a_language_model_as_judge_but_not_as_reward_model(overrides, task):
+    path = f"reward_model.model.path={task}/model"
+    judged = examine(load("ppo_trainer", [*overrides, path, "reward_model.judge.enable=true"]))
+    assert judged.ok, judged.errors
+    scored = examine(load("ppo_trainer", [*overrides, path, "reward_model.enable=true"]))
+    [problem] = [finding for finding in scored.errors if finding.key == "reward_model.model.path"]
+    assert "without a score head" in problem.message and "reward_model.judge.enable=true" in problem.message

@@ -322,6 +322,16 @@ def test_agents_that_do_not_exist_are_refused(overrides, tmp_path):
     assert "Unknown agent loop 'my_agent'" in named.errors[0].message
 
 
+def test_files_of_data_sets_and_samplers_are_opened(overrides, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("class Rows: ...\n")
+    named = examined(overrides, f"data.sampler.class_path={file}", "data.sampler.class_name=Row")
+    assert [finding.key for finding in named.errors] == ["data.sampler.class_path"]
+    assert "defines no 'Row'. Did you mean 'Rows'?" in named.errors[0].message
+    missing = examined(overrides, "data.custom_cls.path=nowhere.py", "data.custom_cls.name=Rows")
+    assert any("'nowhere.py' does not exist" in str(finding) for finding in missing.errors)
+
+
 def test_a_run_refuses_to_start(overrides):
     with pytest.raises(ValueError, match="there is no folder"):
         require(load("ppo_trainer", [*overrides, "actor_rollout_ref.model.path=/nowhere/model"]))

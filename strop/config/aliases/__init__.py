@@ -6,7 +6,7 @@ holds families of keys that belong to backends and services Strop does not have.
 
 from strop.config.aliases.table import ALIASES
 from strop.config.aliases.translation import flatten, nest, translate
-from strop.config.aliases.without_effect import WITHOUT_EFFECT, drop_without_effect, reason_for
+from strop.config.aliases.without_effect import WITHOUT_EFFECT, drop_without_effect, notice, reason_for
 
 __all__ = [
     "ALIASES",
@@ -14,6 +14,7 @@ __all__ = [
     "drop_without_effect",
     "flatten",
     "nest",
+    "notice",
     "reason_for",
     "translate",
 ]

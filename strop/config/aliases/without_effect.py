@@ -193,10 +193,11 @@ def drop_without_effect(
             dropped.setdefault(row.why, []).append(path)
     if refused:
         raise ConfigError(refused)
-    return kept, [_notice(paths, why) for why, paths in dropped.items()]
+    return kept, [notice(paths, why) for why, paths in dropped.items()]
 
 
-def _notice(paths: list[str], why: str) -> str:
+def notice(paths: list[str], why: str) -> str:
+    """The sentence about keys that are set and have no effect."""
     if len(paths) == 1:
         return f"{paths[0]} has no effect: {why}."
     more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
