@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 
 from strop.agents.episode import Episode
 
@@ -44,9 +45,9 @@ class MathExpression:
 
 
 def value_of(expression: str) -> int | None:
-    """The value of an expression of + - * and whole numbers; None if it is something else."""
+    """The value of an expression of + - * and whole numbers, also 07; None if it is something else."""
     try:
-        return _value(ast.parse(expression, mode="eval").body)
+        return _value(ast.parse(re.sub(r"\b0+(?=\d)", "", expression), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
