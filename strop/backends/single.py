@@ -197,6 +197,8 @@ class ModuleBackend(ABC):
     def step(self, settings: StepSettings | None = None) -> StepInfo:
         """Clip, update, clear gradients. `settings`: other hyperparameters for this update."""
         assert self.optimizer is not None, "a frozen model takes no steps"
+        if self.offloading is not None:
+            self.offloading.begin_update()  # passes of another adapter may have come in between
         grad_clip = self.settings.grad_clip
         if settings is None:
             return self._step(self.optimizer, grad_clip)

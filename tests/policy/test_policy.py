@@ -315,9 +315,13 @@ def test_only_the_adapter_that_computes_is_on_the_device(task: Path, monkeypatch
         for adapter in ("default", "b", "default", "b"):
             policy.forward_backward(data, "ppo", adapter=adapter)
             assert on_device == {adapter}
+        update = core.backend._step
+        during: list[set[str]] = []
+        monkeypatch.setattr(core.backend, "_step", lambda *a: during.append(set(on_device)) or update(*a))
         for adapter in ("default", "b"):
             policy.optim_step(adapter=adapter)
             assert not on_device
+        assert during == [{"default"}, {"b"}]
 
 
 @pytest.mark.gpu
