@@ -12,6 +12,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
@@ -158,6 +159,45 @@ class _CallRound(Generic[Item, Result]):
                 blocked_calls.add(1)
                 self._finish(index, TimeoutError(_timeout_message(f"{self.timeout:g}")))
                 self._start_thread()
+
+
+class _Mailbox:
+    """Calls from other threads that an event loop has not made yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], object]] = []
+
+    def add(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+        with self._lock:
+            self._calls.append(call)
+            is_first = len(self._calls) == 1
+        if is_first:
+            loop.call_soon_threadsafe(self._make, loop)
+
+    def _make(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, []
+        for call in calls:
+            loop.call_soon(call)
+
+
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
+_mailboxes_lock = threading.Lock()
+
+
+def call_soon_in(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Like `loop.call_soon_threadsafe(call)`, for many calls: those that come before the loop runs share one
+    wake-up.
+
+    A wake-up is a system call that releases the GIL. A thread that makes one beside a busy event loop waits
+    for the GIL afterwards, up to the switch interval.
+    """
+    with _mailboxes_lock:
+        mailbox = _mailboxes.get(loop)
+        if mailbox is None:
+            mailbox = _mailboxes[loop] = _Mailbox()
+    mailbox.add(loop, call)
 
 
 class BackgroundLoop:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 
+from strop.agents.call_threads import AbandonableThreads
 from strop.agents.tool_schema import JsonObject
-from strop.agents.tools import AbandonableThreads, StatelessTool, ToolResult, ToolSchema
+from strop.agents.tools import StatelessTool, ToolResult, ToolSchema
 from strop.host import cores_per_rank
 from strop.registry import did_you_mean
 from strop.rewards.sandbox.launch import choose_isolation, run_tests

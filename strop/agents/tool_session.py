@@ -1,7 +1,7 @@
 """The tools of one episode: every call gets a result, whatever the model wrote and whatever the tool does.
 
-Tools run on their own event loop, so a tool that blocks its loop cannot block the engine, and timeouts are
-enforced from outside that loop. Arguments are checked against the part of JSON schema that tools use; error
+Tools run on their own event loop, or in threads, so a tool that blocks cannot block the engine, and timeouts
+are enforced from outside. Arguments are checked against the part of JSON schema that tools use; error
 messages are written for the model, which reads them and may call again.
 """
 
@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from strop.agents.parsers.base import Malformed, Raw, ToolCall, kind_of
 from strop.agents.tool_schema import JsonObject, JsonSchema
-from strop.agents.tools import NotText, Tool, ToolResult, stateless
+from strop.agents.tools import NotText, Tool, ToolResult, runs_in_threads, stateless
 from strop.concurrency import BackgroundLoop, contained
 from strop.registry import did_you_mean
 
@@ -135,7 +135,7 @@ class ToolSession:
 
     async def _execute(self, name: str, tool: Tool, arguments: JsonObject) -> ToolResult:
         try:
-            result = await self._with_timeout(self._call(name, tool, arguments))
+            result = await self._with_timeout(self._call(name, tool, arguments), here=runs_in_threads(tool))
             _check_result(result)
         except TimeoutError as error:
             return self._fail("timed_out", f"{name} failed: {error or 'it timed out'}")
@@ -149,7 +149,7 @@ class ToolSession:
         return replace(result, text=text)
 
     async def _call(self, name: str, tool: Tool, arguments: JsonObject) -> ToolResult:
-        """Run on the loop of the tools. The first call of a tool begins its part of the episode."""
+        """The first call of a tool with state begins its part of the episode, on the loop of the tools."""
         if stateless(tool):
             instance = self._stateless_ids.setdefault(name, uuid.uuid4().hex)
             return await tool.execute(instance, arguments)
@@ -167,10 +167,14 @@ class ToolSession:
                 created.append((name, task.result()))
         return created
 
-    async def _with_timeout(self, work: Coroutine[object, None, T]) -> T:
-        """Run on the tools' loop. After the timeout it raises at once, even if the work cannot be
+    async def _with_timeout(self, work: Coroutine[object, None, T], *, here: bool = False) -> T:
+        """Run on the tools' loop, or `here`. After the timeout it raises at once, even if the work cannot be
         cancelled."""
-        future = asyncio.wrap_future(self._loop.start(work))
+        future: asyncio.Future[T]
+        if here:
+            future = asyncio.ensure_future(contained(work))
+        else:
+            future = asyncio.wrap_future(self._loop.start(work))
         try:
             done, _ = await asyncio.wait({future}, timeout=self.limits.timeout)
         except asyncio.CancelledError:

@@ -13,6 +13,7 @@ Paths are relative to the YAML, then to the working directory.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import weakref
@@ -100,7 +101,7 @@ class ToolSet:
             _shut_down(servers, loop)
             raise
 
-    @property
+    @functools.cached_property
     def schemas(self) -> list[JsonObject]:
         """The schemas in OpenAI's form, for a chat template."""
         return [tool.schema.as_openai() for tool in self.tools.values()]

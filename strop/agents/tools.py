@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
+from strop.agents.call_threads import AbandonableThreads
 from strop.agents.tool_schema import JsonObject, ToolSchema, schema_of
 
 __all__ = [
@@ -25,12 +22,6 @@ __all__ = [
     "stateless",
     "tool_from_function",
 ]
-
-T = TypeVar("T")
-MAX_ABANDONED = 64
-"""Threads of one tool that never returned, before the tool counts as broken."""
-IDLE_SECONDS = 30.0
-"""A thread without a call ends after this time."""
 
 
 class NotText(ValueError):
@@ -72,6 +63,11 @@ class Tool(Protocol):
     async def release(self, instance_id: str) -> None:
         """End the episode, however it ended."""
         ...
+
+
+def runs_in_threads(tool: Tool) -> bool:
+    """Return whether `execute` only waits for a thread of its own, so that any event loop can await it."""
+    return isinstance(tool, FunctionTool) and not tool.is_async
 
 
 class StatelessTool:
@@ -119,89 +115,6 @@ class FunctionTool(StatelessTool):
         if self.is_async:
             return result_of(await self.function(**arguments))
         return result_of(await self._threads.call(self.function, arguments))
-
-
-class AbandonableThreads:
-    """Calls in daemon threads: a call that hangs blocks neither the event loop nor the end of the program.
-
-    A thread that has finished waits for the next call. A thread cannot be stopped: those that were abandoned
-    and still run are counted, and too many of them are an error.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.abandoned = 0
-        self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[Callable[[], None]]] = []
-        """The queue of each idle thread; the thread that became idle last is used first."""
-
-    async def call(self, function: Callable[..., T], arguments: JsonObject) -> T:
-        """Await `function(**arguments)` in a thread."""
-        if self.abandoned >= MAX_ABANDONED:
-            raise RuntimeError(f"{self.abandoned} earlier calls never returned, so no further one is made")
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        given_up = False
-        returned = False
-
-        def work() -> None:
-            nonlocal returned
-            settle: Callable[[], None]
-            try:
-                settle = partial(_set_result, answer, function(**arguments))
-            except BaseException as error:  # noqa: BLE001 - the caller gets whatever the call raised
-                settle = partial(_set_error, answer, error)
-            with self._lock:
-                returned = True
-                if given_up:
-                    self.abandoned -= 1
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle)
-
-        self._run_in_thread(work)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            with self._lock:
-                if not returned:
-                    given_up = True
-                    self.abandoned += 1
-            raise
-
-    def _run_in_thread(self, work: Callable[[], None]) -> None:
-        with self._lock:
-            inbox = self._idle.pop() if self._idle else None
-        if inbox is None:
-            inbox = SimpleQueue()
-            threading.Thread(target=self._serve, args=(inbox,), name=self.name, daemon=True).start()
-        inbox.put(work)
-
-    def _serve(self, inbox: SimpleQueue[Callable[[], None]]) -> None:
-        while True:
-            try:
-                inbox.get(timeout=IDLE_SECONDS)()
-            except Empty:
-                with self._lock:
-                    if inbox in self._idle:
-                        self._idle.remove(inbox)
-                        return
-                continue  # the queue was taken, so a call is on its way
-            with self._lock:
-                self._idle.append(inbox)
-
-
-def _set_result(answer: asyncio.Future[T], value: T) -> None:
-    if not answer.done():
-        answer.set_result(value)
-
-
-def _set_error(answer: asyncio.Future[T], error: BaseException) -> None:
-    if answer.done():
-        return
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        answer.set_exception(error)
-    else:  # SystemExit and the like must end the call, not the program
-        answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def result_of(value: object) -> ToolResult:

@@ -49,6 +49,7 @@ from strop.shared.dropped_step import (
     save_unvalidated,
     validate_again,
 )
+from strop.shared.process_setup import long_lived_objects_frozen
 from strop.shared.run_output import RunOutput
 from strop.stopping import StopRequested, deferred, droppable, requested
 from strop.types import Batch, Trajectory, batch_of
@@ -89,7 +90,7 @@ class PpoTrainer:
 
     def fit(self) -> None:
         """Train until the last step."""
-        with self.output, closing(self), deferred():
+        with self.output, closing(self), deferred(), long_lived_objects_frozen():
             self.resume()
             if self.config.trainer.val_only:
                 return

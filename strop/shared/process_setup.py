@@ -1,12 +1,15 @@
 """Setup of every process of Strop, before torch is imported: logging to stderr, one line per record, and
-settings of the memory allocator."""
+settings of the memory allocator; and the garbage collection of training loops."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -96,3 +99,19 @@ def use_huge_pages(setting: Path = HUGE_PAGES) -> None:
         return
     if "[madvise]" in given:
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+@contextmanager
+def long_lived_objects_frozen() -> Iterator[None]:
+    """Inside the block, garbage collections leave out all objects that exist at its beginning.
+
+    The modules of torch and transformers and the model are 350,000 objects. A full collection goes through
+    them in 0.3 s, during which no thread runs, the engine's included; a rollout with agents causes one or
+    two.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

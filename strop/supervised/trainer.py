@@ -23,6 +23,7 @@ from strop.shared.dropped_step import (
     save_and_log,
     validate_again,
 )
+from strop.shared.process_setup import long_lived_objects_frozen
 from strop.shared.run_output import RunOutput
 from strop.stopping import deferred
 from strop.supervised.reference import with_reference
@@ -144,7 +145,7 @@ class SupervisedTrainer:
 
     def fit(self) -> None:
         """Train until the last step."""
-        with self.output, closing(self), deferred():
+        with self.output, closing(self), deferred(), long_lived_objects_frozen():
             self.resume()
             if self.config.trainer.val_only:
                 return

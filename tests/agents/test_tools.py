@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import pytest
 
+from strop.agents.call_threads import MAX_ABANDONED
 from strop.agents.parsers.base import Malformed, Raw, ToolCall
 from strop.agents.tool_session import CallLimits, fit_arguments, truncated
 from strop.agents.tool_set import ToolSet
 from strop.agents.tools import (
-    MAX_ABANDONED,
     StatelessTool,
     ToolResult,
     ToolSchema,

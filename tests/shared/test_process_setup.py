@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from strop.shared.build import use_device
-from strop.shared.process_setup import HUGE_PAGES, use_huge_pages
+from strop.shared.process_setup import HUGE_PAGES, long_lived_objects_frozen, use_huge_pages
 
 STEPS = """
 import resource, time
@@ -177,3 +179,22 @@ def test_on_a_gpu_the_hosts_operations_leave_cores_free(monkeypatch, cores, rank
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+class Node:
+    """One that refers to itself: only a garbage collection frees it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_lives_at_the_start_of_a_run_is_collected_after_it_and_what_comes_later_at_once() -> None:
+    before = Node()
+    seen = weakref.ref(before)
+    with long_lived_objects_frozen():
+        del before
+        later = weakref.ref(Node())
+        gc.collect()
+        assert seen() is not None and later() is None
+    gc.collect()
+    assert seen() is None and gc.get_freeze_count() == 0

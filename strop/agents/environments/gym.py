@@ -16,9 +16,9 @@ import inspect
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from strop.agents.call_threads import AbandonableThreads
 from strop.agents.environments.text import Observed, TextEnvironmentAgent, text_of
 from strop.agents.episode import EpisodeError
-from strop.agents.tools import AbandonableThreads
 from strop.extras import require
 from strop.registry import load_attribute
 

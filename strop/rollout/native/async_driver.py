@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from strop.concurrency import call_soon_in
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.cancellation import result_when_free
 from strop.rollout.native.requests import RequestState
@@ -91,7 +93,7 @@ class PendingRequest:
     def settle(self, error: BaseException | None = None) -> None:
         """Resume the coroutine, from any thread."""
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._settle, error)
+            call_soon_in(self.loop, partial(self._settle, error))
 
     def _settle(self, error: BaseException | None) -> None:
         if self.future.done():
