@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import resource
@@ -43,7 +44,6 @@ from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 from strop.rollout.base import Completion, Request, Sampling, stream_seed
 from strop.rollout.native.async_driver import AsyncDriver
 from strop.rollout.native.requests import RequestState
-from strop.shared.process_setup import long_lived_objects_frozen
 from strop.types import Prompt
 
 CALLS, ANSWER = 3, 4
@@ -157,17 +157,18 @@ def measured_quick(episodes: int, at_once: int) -> dict[str, Any]:
     sampling = Sampling(max_tokens=200, ignore_eos=True)
     prompts = prompts_of(tokenizer, episodes)
     walls = []
-    with long_lived_objects_frozen():  # as training loops do
-        for _ in range(5):
-            engine.steps = 0
-            begun = time.perf_counter()
-            ended = runner.run([EpisodeRequest(prompt, sampling, (0, prompt.index)) for prompt in prompts])
-            walls.append(time.perf_counter() - begun)
-            assert not any(episode.error for episode in ended)
+    gc.collect()
+    gc.freeze()  # as training loops on a GPU do
+    for _ in range(5):
+        engine.steps = 0
         begun = time.perf_counter()
-        for _ in range(engine.steps):
-            engine.compute()
-        alone = time.perf_counter() - begun
+        ended = runner.run([EpisodeRequest(prompt, sampling, (0, prompt.index)) for prompt in prompts])
+        walls.append(time.perf_counter() - begun)
+        assert not any(episode.error for episode in ended)
+    begun = time.perf_counter()
+    for _ in range(engine.steps):
+        engine.compute()
+    alone = time.perf_counter() - begun
     runner.close()
     engine.close()
     return {

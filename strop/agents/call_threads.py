@@ -23,6 +23,8 @@ IDLE_SECONDS = 30.0
 """A thread without a call ends after this time."""
 PATIENCE = 0.002
 """Seconds without a finished call before waiting calls get further threads."""
+MAX_STARTED = 64
+"""Threads that are started at a time: the event loop waits for each."""
 
 
 class AbandonableThreads:
@@ -50,10 +52,11 @@ class AbandonableThreads:
         call = _Call(function, arguments, loop)
         with self._changed:
             self._calls.append(call)
-            if len(self._calls) == 1:  # all threads are busy or idle: there is none on its way to this call
-                self._wake_or_start()
-            elif self._watching is not loop:
-                self._watch(loop)
+            is_first = len(self._calls) == 1
+        if is_first:  # all threads are busy or idle: there is none on its way to this call
+            self._add_threads(1)
+        elif self._watching is not loop:
+            self._watch(loop)
         try:
             return await call.answer
         except asyncio.CancelledError:
@@ -70,23 +73,22 @@ class AbandonableThreads:
         loop.call_later(PATIENCE, self._look, loop, self._num_finished)
 
     def _look(self, loop: asyncio.AbstractEventLoop, num_finished: int) -> None:
-        """Give each waiting call a thread if those that run do not return."""
-        with self._changed:
-            self._watching = None
-            if not self._calls:
-                return
-            if self._num_finished == num_finished:
-                for _ in self._calls:
-                    self._wake_or_start()
+        """Give waiting calls threads of their own if those that run do not return."""
+        self._watching = None
+        waiting = len(self._calls)
+        if waiting and self._num_finished == num_finished:
+            self._add_threads(min(waiting, MAX_STARTED))
+        if waiting:
             self._watch(loop)
 
-    def _wake_or_start(self) -> None:
-        """One more thread takes calls. The lock is held."""
-        if self._num_idle:
-            self._num_idle -= 1
-            self._num_woken += 1
-            self._changed.notify()
-        else:
+    def _add_threads(self, count: int) -> None:
+        """So many more threads take calls: idle ones, and new ones."""
+        with self._changed:
+            woken = min(count, self._num_idle)
+            self._num_idle -= woken
+            self._num_woken += woken
+            self._changed.notify(woken)
+        for _ in range(count - woken):
             threading.Thread(target=self._serve, name=self.name, daemon=True).start()
 
     def _serve(self) -> None:

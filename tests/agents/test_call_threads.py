@@ -65,7 +65,7 @@ def test_a_call_that_was_given_up_in_the_queue_never_runs(monkeypatch: pytest.Mo
 
     async def run() -> None:
         with monkeypatch.context() as no_thread:
-            no_thread.setattr(threads, "_wake_or_start", lambda: None)
+            no_thread.setattr(threads, "_add_threads", lambda count: None)
             given_up = asyncio.ensure_future(
                 threads.call(lambda name: ran.append(name), {"name": "given up"})
             )

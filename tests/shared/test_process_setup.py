@@ -188,7 +188,10 @@ class Node:
         self.own = self
 
 
-def test_what_lives_at_the_start_of_a_run_is_collected_after_it_and_what_comes_later_at_once() -> None:
+def test_what_lives_at_the_start_of_a_run_on_a_gpu_is_collected_after_it_and_what_comes_later_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     before = Node()
     seen = weakref.ref(before)
     with long_lived_objects_frozen():
