@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,14 @@ def pytest_collection_finish() -> None:
     again and again, which took a third of the time of small tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def working_folder_kept() -> Iterator[None]:
+    """Relative paths of the next test begin in the same folder."""
+    before = os.getcwd()
+    yield
+    after = os.getcwd()
+    if after != before:
+        os.chdir(before)
+        pytest.fail(f"The test left the working folder at {after}: use monkeypatch.chdir.")

@@ -111,7 +111,8 @@ def long_lived_objects_frozen() -> Iterator[None]:
     """
     import torch
 
-    if not torch.cuda.is_initialized():  # a step on a CPU is longer than such a collection
+    # A step on a CPU is longer than a collection. What is frozen already belongs to the caller.
+    if not torch.cuda.is_initialized() or gc.get_freeze_count():
         yield
         return
     gc.collect()

@@ -51,7 +51,7 @@ def test_a_machine_without_the_files_is_named():
         check_machines([machine(missing=["/data/model"])], HERE)
 
 
-def test_paths_of_a_configuration(tmp_path):
+def test_paths_of_a_configuration(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     model = {"path": f"{tmp_path}/model", "tokenizer_path": "org/hub-name"}
     tree = {
@@ -61,6 +61,7 @@ def test_paths_of_a_configuration(tmp_path):
         "save_path": str(tmp_path),
     }
     assert list(local_paths(tree)) == [f"{tmp_path}/model", str(tmp_path)]
+    monkeypatch.chdir(tmp_path)  # the launcher changes to it, and this goes back
     found = RankLauncher(0).machine("10.0.0.1", str(tmp_path), ["model", "other"])
     assert found.missing == ["other"] and found.host == socket.gethostname()
 

@@ -192,12 +192,20 @@ def test_what_lives_at_the_start_of_a_run_on_a_gpu_is_collected_after_it_and_wha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    before = Node()
-    seen = weakref.ref(before)
-    with long_lived_objects_frozen():
-        del before
-        later = weakref.ref(Node())
+    gc.unfreeze()  # conftest froze the modules
+    try:
+        before = Node()
+        seen = weakref.ref(before)
+        with long_lived_objects_frozen():
+            del before
+            later = weakref.ref(Node())
+            gc.collect()
+            assert seen() is not None and later() is None
         gc.collect()
-        assert seen() is not None and later() is None
-    gc.collect()
-    assert seen() is None and gc.get_freeze_count() == 0
+        assert seen() is None and gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
+    frozen = gc.get_freeze_count()
+    with long_lived_objects_frozen():
+        pass
+    assert gc.get_freeze_count() == frozen, "what the caller froze stays frozen"
