@@ -53,13 +53,13 @@ class AbandonableThreads:
         with self._changed:
             self._calls.append(call)
             is_first = len(self._calls) == 1
-        if is_first:  # all threads are busy or idle: there is none on its way to this call
-            self._add_threads(1)
-        elif self._watching is not loop:
-            self._watch(loop)
         try:
+            if is_first:  # all threads are busy or idle: there is none on its way to this call
+                self._add_threads(1)
+            elif self._watching is not loop:
+                self._watch(loop)
             return await call.answer
-        except asyncio.CancelledError:
+        except BaseException:  # it was cancelled, no thread could be started, or the call raised
             with self._changed:
                 if call in self._calls:
                     self._calls.remove(call)  # it must not run later
@@ -76,10 +76,10 @@ class AbandonableThreads:
         """Give waiting calls threads of their own if those that run do not return."""
         self._watching = None
         waiting = len(self._calls)
+        if waiting:
+            self._watch(loop)  # first: there may be no further thread
         if waiting and self._num_finished == num_finished:
             self._add_threads(min(waiting, MAX_STARTED))
-        if waiting:
-            self._watch(loop)
 
     def _add_threads(self, count: int) -> None:
         """So many more threads take calls: idle ones, and new ones."""

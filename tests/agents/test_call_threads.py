@@ -79,6 +79,23 @@ def test_a_call_that_was_given_up_in_the_queue_never_runs(monkeypatch: pytest.Mo
     assert ran == ["another"]
 
 
+def test_a_call_for_which_no_thread_can_be_started_fails_and_never_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = AbandonableThreads("test")
+    ran: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            asyncio.run(threads.call(lambda name: ran.append(name), {"name": "refused"}))
+    asyncio.run(threads.call(lambda name: ran.append(name), {"name": "another"}))
+    assert ran == ["another"] and threads.abandoned == 0
+
+
 def test_calls_into_a_loop_keep_their_order_and_share_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     background = BackgroundLoop("test")
     made: list[int] = []
