@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.data.image_files import UnusableImages
 from strop.data.images import ImageProcessor
+from strop.data.templates.forms import as_parts, forms_of, refuse_lost_parts, template_errors
 from strop.types import Images
 
 if TYPE_CHECKING:
@@ -139,20 +140,19 @@ class Chat:
         return "".join([*found, text[end:]])
 
     def _for_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages as the template takes them: templates of some models with images read parts only."""
-        found = [dict(message) for message in messages]
+        """Messages in the forms that the template reads."""
+        forms = forms_of(self.tokenizer, self.template)
+        found = forms.fitted(messages)
         has_parts = any(isinstance(message.get("content"), list) for message in found)
         if has_parts and "is string" not in str(self.template or self.tokenizer.chat_template):
             for message in found:
-                if isinstance(message.get("content"), str):
-                    message["content"] = [{"type": "text", "text": message["content"]}]
+                if isinstance(message.get("content"), str) and message["role"] not in forms.needs_text:
+                    message["content"] = as_parts(message["content"])
         return found
 
     def _render(self, messages: Sequence[Message], generate: bool, tools: Tools | None) -> str:
         if self.plain:
             return "".join(self._plain_text(message) for message in messages)
-        import jinja2
-
         try:
             rendered = self.tokenizer.apply_chat_template(
                 self._for_template(messages),
@@ -162,7 +162,7 @@ class Chat:
                 tokenize=False,
                 **self.kwargs,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except template_errors() as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(
                 f"The chat template fails on messages of roles [{roles}]: {type(error).__name__}: {error}"
@@ -211,7 +211,8 @@ class Chat:
             ids = ids + prompt_ids
             mask += [0] * len(prompt_ids)
             text = self.text(messages[: turn + 1], tools=tools)
-            turn_ids = self._new_ids(prompt_text, ids, text, turn=turn)
+            turn_ids = self._new_ids(prompt_text, ids, text, turn=turn, opened=True)
+            refuse_lost_parts(message, text[len(prompt_text) :], turn)
             learned = self._end_of_turn(turn_ids)
             ids = ids + turn_ids
             mask += [1] * learned + [0] * (len(turn_ids) - learned)
@@ -277,14 +278,27 @@ class Chat:
             return _prefix_ids(self.tokenizer)
         return []
 
-    def _new_ids(self, before: str, ids: list[int], whole: str, *, turn: int) -> list[int]:
-        """Return the ids that `whole` adds to the text `before`, whose ids are `ids`."""
+    def _new_ids(
+        self, before: str, ids: list[int], whole: str, *, turn: int, opened: bool = False
+    ) -> list[int]:
+        """Return the ids that `whole` adds to the text `before`, whose ids are `ids`. `opened`: `before` ends
+        with the generation prompt of this turn."""
         if not whole.startswith(before):
+            was = before[-60:]
+            now = whole[max(0, len(before) - 60) : len(before)]
+            if opened:
+                raise ValueError(
+                    f"The chat template opens message {turn} with ...{was!r} when the model generates it, "
+                    f"but writes it as ...{now!r}: the model would learn an answer to another beginning. "
+                    "Often only one of them holds a thought. Set enable_thinking in "
+                    "data.apply_chat_template_kwargs as in the rows, or use another template "
+                    "(data.chat_template)."
+                )
             raise ValueError(
                 f"The chat template rewrites earlier turns when message {turn} is added, so no ids can be "
-                f"kept: it rendered ...{before[-60:]!r} before and "
-                f"...{whole[max(0, len(before) - 60) : len(before)]!r} now. Use a template that only appends "
-                "(data.chat_template), or train single turns."
+                f"kept: it rendered ...{was!r} before and ...{now!r} now. Use a template that only appends "
+                "(data.chat_template), or train one turn per row (data.prompt_key with the messages before "
+                "it, data.response_key)."
             )
         all_ids = self.encode(whole, start=True)
         if all_ids[: len(ids)] == ids:

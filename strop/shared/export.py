@@ -19,6 +19,7 @@ from strop.backends.single import ModuleBackend
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
 from strop.models.build import persistent_buffers
+from strop.models.generation.settings import write_generation_config
 from strop.models.load import copy_processor_files
 from strop.models.lora import base_model, has_adapters
 from strop.run.checkpoint.store import Export
@@ -56,7 +57,7 @@ def folder_of(backend: Backend, tokenizer: PreTrainedTokenizerBase) -> Export:
         config.save_pretrained(folder)
         generation = getattr(model, "generation_config", None)
         if generation is not None:
-            generation.save_pretrained(folder)
+            write_generation_config(generation, folder)
         tokenizer.save_pretrained(folder)
         copy_processor_files(model.config._name_or_path, folder)
 

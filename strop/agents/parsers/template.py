@@ -22,24 +22,12 @@ from strop.agents.parsers.json_formats import HermesParser, Llama3JsonParser, Mi
 from strop.agents.parsers.pythonic import PythonicParser
 from strop.agents.parsers.qwen import QwenParser
 from strop.agents.tool_schema import JsonObject
+from strop.data.templates.forms import ARGUMENTS, NAME, TOOL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NAME = "probe_tool"
-ARGUMENTS = {"probe_key": "probe_value"}
 CONTENT = "Probing."
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": NAME,
-        "description": "A probe.",
-        "parameters": {
-            "type": "object",
-            "properties": {"probe_key": {"type": "string", "description": "A probe."}},
-        },
-    },
-}
 _ADVICE = (
     "Name the format of its calls in actor_rollout_ref.rollout.multi_turn.format (hermes, llama3_json, qwen "
     "...)."
@@ -84,7 +72,7 @@ def written_call(tokenizer: PreTrainedTokenizerBase | None) -> str:
 def _rendered(tokenizer: PreTrainedTokenizerBase, turn: JsonObject) -> str:
     messages = [{"role": "user", "content": "Hello"}, turn]
     try:
-        return str(tokenizer.apply_chat_template(messages, tools=[_SCHEMA], tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False))
     except Exception as error:  # a template is a program, and may raise anything
         raise ValueError(
             f"The chat template cannot write a tool call: {type(error).__name__}: {error}. {_ADVICE}"

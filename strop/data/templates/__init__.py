@@ -1,0 +1,1 @@
+"""What a chat template reads of a message, and what it leaves out."""

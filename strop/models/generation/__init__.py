@@ -1,0 +1,1 @@
+"""How a model is sampled by default: its generation_config.json."""

@@ -1,0 +1,128 @@
+"""A template gets every message in a form that it reads, and what it leaves out of a trained turn is an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.data.chat import Chat
+from tests.data.tokens import CHATML, character_tokenizer, decoded
+
+TOKENIZER = character_tokenizer()
+
+
+def turns(body: str, opening: str = "<|im_start|>assistant\n") -> str:
+    """A template of ChatML that writes `body` for each message."""
+    each = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
+    return each + "{% if add_generation_prompt %}" + opening + "{% endif %}"
+
+
+def calls(arguments: str) -> str:
+    """A template that writes calls, with `arguments`."""
+    return turns(
+        "{{ m.content }}{% for c in m.tool_calls %}<{{ c.function.name }} " + arguments + ">{% endfor %}"
+    )
+
+
+LOOP = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+# Text that is given as parts: Python's notation of a list, nothing at all, an error.
+TEXT_ONLY = [
+    turns("{{ m.content | trim }}"),
+    turns("{% if m.content is string %}{{ m.content }}{% endif %}"),
+    turns("{{ '' + m.content }}"),
+]
+# Parts that are given as text: nothing at all, an error.
+PARTS_ONLY = [turns(LOOP), turns("{{ m.content[0].text.strip() }}")]
+BOTH = turns("{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}")
+PARTS_OF_USERS = turns("{% if m.role == 'user' %}" + LOOP + "{% else %}{{ m.content | trim }}{% endif %}")
+ARGUMENTS = "{{ c.function.arguments }}"
+AS_JSON = "{{ c.function.arguments | tojson }}"
+CALL_TEMPLATES = {
+    "as JSON": calls(AS_JSON),
+    "as they are": calls(ARGUMENTS),
+    "added to text": calls("{{ '' + c.function.arguments }}"),
+    "either": calls(
+        "{% if c.function.arguments is string %}" + ARGUMENTS + "{% else %}" + AS_JSON + "{% endif %}"
+    ),
+}
+
+
+def talk(*, parts: bool) -> list[dict]:
+    said = [
+        ("system", "short"),
+        ("user", "2+3?"),
+        ("assistant", "five"),
+        ("user", "4+4?"),
+        ("assistant", "8!"),
+    ]
+    messages: list[dict] = [{"role": role, "content": text} for role, text in said]
+    if parts:
+        for message in messages:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return messages
+
+
+@pytest.mark.parametrize("template", [*TEXT_ONLY, *PARTS_ONLY, BOTH, PARTS_OF_USERS])
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_template_reads_texts_in_either_form(template: str, parts: bool) -> None:
+    chat = Chat(TOKENIZER, template=template)
+    plain = Chat(TOKENIZER, template=CHATML)
+    messages = talk(parts=parts)
+    assert chat.text(messages, generate=True) == plain.text(talk(parts=False), generate=True)
+    assert chat.conversation(messages) == plain.conversation(talk(parts=False))
+    assert messages == talk(parts=parts), "the rows are not changed"
+
+
+def test_several_parts_of_text_are_one_text() -> None:
+    content = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]
+    chat = Chat(TOKENIZER, template=TEXT_ONLY[0])
+    assert chat.text([{"role": "user", "content": content}]) == "<|im_start|>user\n2+3?<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", CALL_TEMPLATES.values(), ids=CALL_TEMPLATES)
+@pytest.mark.parametrize("arguments", [{"a": 2, "b": "ü"}, '{"a": 2, "b": "ü"}'], ids=["object", "text"])
+def test_arguments_of_calls_are_written_once_as_json(template: str, arguments: object) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = Chat(TOKENIZER, template=template).text([{"role": "user", "content": "?"}, turn])
+    assert text.endswith('assistant\n<add {"a": 2, "b": "ü"}><|im_end|>\n')
+    assert call["function"] == {"name": "add", "arguments": arguments}, "the row is not changed"
+
+
+@pytest.mark.parametrize("arguments", ["not JSON", "[1]"])
+def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": arguments}]}
+    template = turns("{% for c in m.tool_calls %}{{ c.name }} {{ c.arguments }}{% endfor %}")
+    text = Chat(TOKENIZER, template=template).text([turn])
+    assert text.endswith(f"add {arguments}<|im_end|>\n")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_that_the_template_leaves_out_is_an_error(name: str) -> None:
+    messages = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "five", name: "I add."}]
+    with pytest.raises(ValueError, match=rf"leaves out '{name}' of message 1.*data\.chat_template"):
+        Chat(TOKENIZER).conversation(messages)
+    writes = turns("{% if m.X %}({{ m.X }}) {% endif %}{{ m.content }}".replace("X", name))
+    rendered = Chat(TOKENIZER, template=writes).conversation(messages)
+    taught = [token for token, learned in zip(rendered.ids, rendered.mask, strict=True) if learned]
+    assert decoded(TOKENIZER, taught) == "(I add.) five<|im_end|>"
+    earlier = [*messages, {"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes."}]
+    assert Chat(TOKENIZER).conversation(earlier, learn_from=2), "only what is trained must be written"
+
+
+def test_contents_that_the_template_leaves_out_are_an_error() -> None:
+    template = turns(
+        "{% if not m.tool_calls %}{{ m.content }}{% endif %}{% for c in m.tool_calls %}add{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": "I call it.", "tool_calls": [call]},
+    ]
+    with pytest.raises(ValueError, match=r"leaves out the content of message 1"):
+        Chat(TOKENIZER, template=template).conversation(messages)
+
+
+def test_a_generation_prompt_that_the_turn_does_not_begin_with_is_named() -> None:
+    template = turns("{{ m.content }}", "<|im_start|>assistant\n<think>")
+    with pytest.raises(ValueError, match=r"opens message 1 with .*<think>' when .*enable_thinking"):
+        Chat(TOKENIZER, template=template).conversation(talk(parts=False)[1:3])
