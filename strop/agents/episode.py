@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from strop.agents.interaction import ChatMessage, Interactions
-from strop.agents.parsers.base import ToolParser
+from strop.agents.parsers.base import OPENING, ToolParser
 from strop.agents.rendering import Rendering
 from strop.agents.rows import TokenRow
 from strop.agents.tool_schema import JsonObject
@@ -197,6 +197,8 @@ class Episode:
         self.seeds = tuple(seeds)
         self.images: Images = prompt.images
         """Of the prompt, and those that tools returned."""
+        self.before: list[int] = []
+        """The last ids before the latest answer."""
         self._row = TokenRow()
         self._branches: list[tuple[list[int], TokenRow]] = []
         """Prompt and response of further sequences of the episode, whose agent rewrote its context."""
@@ -288,6 +290,7 @@ class Episode:
             room = min(room, max_tokens)
         seed = self.context.seed(*self.seeds, self.assistant_turns)
         ids = [*self.prompt.ids, *self._row.response]
+        self.before = ids[-OPENING:]
         request = Request(ids, seed=seed, max_tokens=room, images=self.images)
         start = time.perf_counter()
         [completion] = await self.context.engine.agenerate(request, self.sampling)

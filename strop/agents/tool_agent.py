@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from strop.agents.episode import Episode, EpisodeError, within
 from strop.agents.interaction import BaseInteraction, ChatMessage
-from strop.agents.parsers.base import Malformed, ToolCall, read_json
+from strop.agents.parsers.base import Malformed, ToolCall, parse_answer, read_json
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tool_session import ToolSession
 from strop.rewards.signatures import own_copy
@@ -93,7 +93,8 @@ async def open_tools(episode: Episode) -> AsyncIterator[ToolSession | None]:
 def parse_tool_calls(episode: Episode, text: str) -> tuple[ToolCall | Malformed, ...]:
     """Return the tool calls of an answer, in the configured format."""
     assert episode.context.parser is not None, "there are tools, but no format of tool calls"
-    return episode.context.parser.parse(text).calls
+    before, _ = episode.context.decode(episode.before)
+    return parse_answer(episode.context.parser, text, before).calls
 
 
 def result_message(call: ToolCall | Malformed, text: str) -> ChatMessage:

@@ -209,6 +209,12 @@ def test_a_bad_call_does_not_spoil_its_neighbours():
     assert [type(call) for call in parsed.calls] == [ToolCall, Malformed, ToolCall, Malformed, ToolCall]
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have_are_malformed(number):
+    [bad] = parse("hermes", f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>').calls
+    assert isinstance(bad, Malformed) and f"invalid JSON: {number}" in bad.why
+
+
 def test_mistral_forms():
     expected = (ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2}))
     assert (

@@ -31,7 +31,18 @@ from strop.ppo.rank_sharing import PackedTrajectories
 from strop.rollout.base import Sampling, build_engine, stream_seed
 from strop.stopping import StopRequested
 from strop.types import Prompt, Trajectory, batch_of
-from tests.agents.stage import SAMPLING, STOP, ScriptedEngine, episode_context, play, prompt, text, tool_set
+from tests.agents.stage import (
+    SAMPLING,
+    STOP,
+    ScriptedEngine,
+    episode_context,
+    play,
+    prompt,
+    text,
+    tokenizer_of,
+    tool_set,
+)
+from tests.data.tokens import CHATML
 from tests.models.vision.tiny_vlm import picture, processor_of, tiny_vlm
 from tests.models.vision.tiny_vlm import tokenizer_of as vlm_tokenizer
 
@@ -66,6 +77,25 @@ def test_a_tool_is_called_and_its_result_answered() -> None:
     assert [turn.role for turn in sample.turns] == ["assistant", "tool", "assistant"]
     assert (sample.num_turns, sample.finish, sample.version, sample.score) == (4, "stop", 7, None)
     assert episode.counts["tool_calls"] == 1 and episode.error is None
+
+
+@pytest.mark.parametrize(
+    ("opening", "said", "calls"),
+    [
+        ("<think>\n", "Perhaps {call}?", 0),
+        ("<think>\n", "I add.</think>{call}", 1),
+        ("<think>\n", "Perhaps {call}?</think>No.", 0),
+        ("<think>\n\n</think>\n\n", "{call}", 1),
+    ],
+)
+def test_a_thought_that_the_prompt_opens_makes_no_calls(opening: str, said: str, calls: int) -> None:
+    tokenizer = tokenizer_of(CHATML.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif"))
+    engine = ScriptedEngine([said.format(call=call("add", a=1, b=1)), "</think>2"], tokenizer)
+    scene = episode_context(engine, tools=tool_set(add), tokenizer=tokenizer)
+    row = prompt(scene=scene)
+    row = replace(row, ids=scene.chat.ids(row.messages, tools=scene.tools.schemas))
+    episode, _ = only(play(scene, row))
+    assert episode.counts["tool_calls"] == calls and episode.error is None
 
 
 def test_what_was_sampled_is_what_is_trained() -> None:

@@ -146,10 +146,10 @@ class ChatStream:
         yield self._chunk({"content": piece})
 
     def end(self, answer: ModelAnswer, rest: str) -> Iterator[str]:
-        if rest:
-            found = None
-            if answer.tokens:
-                found = {"content": log_probs(answer), "refusal": None}
+        found = None
+        if answer.tokens:  # also those of tool calls, which have no text
+            found = {"content": log_probs(answer), "refusal": None}
+        if rest or found:
             yield self._chunk({"content": rest}, log_probs=found)
         for place, tool_call in enumerate(answer.calls):
             yield self._chunk({"tool_calls": [{"index": place, **written_call(tool_call)}]})
@@ -199,12 +199,9 @@ def log_probs(answer: ModelAnswer) -> list[JsonObject]:
     """Return the log-prob of each token that has text."""
     found = []
     for token, value in zip(answer.tokens, answer.log_probs, strict=False):
-        content: JsonObject = {
-            "token": token,
-            "logprob": value,
-            "bytes": list(token.encode()),
-            "top_logprobs": [],
-        }
+        content: JsonObject = {"token": token, "logprob": value, "bytes": None, "top_logprobs": []}
+        if "\ufffd" not in token:  # else it is a part of a character, whose bytes are not in its text
+            content["bytes"] = list(token.encode())
         found.append(content)
     return found
 

@@ -16,7 +16,15 @@ from strop.agents.endpoint.processes import new_mark
 from strop.agents.endpoint.recording import CallPrompt, Recording
 from strop.agents.endpoint.streaming import TextFeed
 from strop.agents.episode import Episode, EpisodeContext, EpisodeError
-from strop.agents.parsers.base import Malformed, Parsed, ToolCall, ToolParser, parser_for
+from strop.agents.parsers.base import (
+    OPENING,
+    Malformed,
+    Parsed,
+    ToolCall,
+    ToolParser,
+    parse_answer,
+    parser_for,
+)
 from strop.agents.rendering import Rendering
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tool_session import typed_arguments
@@ -241,7 +249,8 @@ class EndpointSession:
         if ids[-1] in self.episode.sampling.stop_ids:
             spoken = ids[:-1]
         text, plain = context.decode(spoken)
-        parsed = self._parse(call, text, plain, number)
+        before, _ = context.decode(prompt.ids[-OPENING:])
+        parsed = self._parse(call, before, text, plain, number)
         calls = tuple(found for found in parsed.calls if isinstance(found, ToolCall))
         finish = "stop" if len(ids) < len(completion.ids) else completion.finish
         decode = context.chat.tokenizer.decode
@@ -263,11 +272,11 @@ class EndpointSession:
         self.episode.counts["calls"] += 1
         return answer
 
-    def _parse(self, call: ModelCall, text: str, plain: str, number: int) -> Parsed:
+    def _parse(self, call: ModelCall, before: str, text: str, plain: str, number: int) -> Parsed:
         """Return text and tool calls of an answer. An answer with a call that cannot be read is all text."""
         if not call.tools:
             return Parsed(plain)
-        parsed = self._tool_format.parser(self.episode.context).parse(text)
+        parsed = parse_answer(self._tool_format.parser(self.episode.context), text, before)
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.tools}
         calls = []
         for place, found in enumerate(parsed.calls):

@@ -6,6 +6,7 @@ Each format is a file of this folder. `parser_for` finds one by its name in `mul
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,7 +57,10 @@ class Parsed:
 
 Found = tuple[str, list[ToolCall | Malformed]]
 """The text outside the calls, and the calls."""
+THOUGHT = "<think>"
 END_OF_THOUGHT = "</think>"
+OPENING = 16
+"""Tokens before an answer that show whether they open a thought."""
 # A control token that ends a turn. Engines return the whole completion, so the text may still end with it.
 _END_OF_TURN = re.compile(r"(?:<\|[\w-]{1,40}\|>|<｜end▁of▁sentence｜>|</s>)$")
 
@@ -69,10 +73,17 @@ class ToolParser(Protocol):
         ...
 
 
+def parse_answer(parser: ToolParser, text: str, before: str) -> Parsed:
+    """Return the calls of an answer; `before` is what stands before it, which may open a thought."""
+    if before.rstrip().endswith(THOUGHT) and END_OF_THOUGHT not in text:
+        return Parsed(text.strip())
+    return parser.parse(text)
+
+
 def parse_after_thought(text: str, calls_in: Callable[[str], Found]) -> Parsed:
     """Apply `calls_in` to the text after the model's thoughts: a call inside a thought is not made."""
     head, end, rest = text.rpartition(END_OF_THOUGHT)
-    if "<think>" in rest:  # a thought that was cut off
+    if THOUGHT in rest:  # a thought that was cut off
         return Parsed(text)
     content, calls = calls_in(rest)
     return Parsed((head + end + content).strip(), tuple(calls))
@@ -134,8 +145,15 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"invalid JSON: {name} is not a number")
 
 
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"invalid JSON: {digits} is too large")
+    return value
+
+
 # strict=False: models write line breaks inside strings, and the meaning is clear.
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def parser_for(name: str, tokenizer: PreTrainedTokenizerBase | None) -> ToolParser:

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from strop.agents.endpoint.calls import ModelAnswer
+from strop.agents.endpoint.chat_completions import log_probs
 from strop.rollout.base import Completion
 from tests.agents.endpoint.clients import Client, run_agent
 from tests.agents.stage import ScriptedEngine, prompt, text, tokenizer_of
@@ -89,6 +91,34 @@ def test_tool_calls_come_back_as_their_sampled_ids() -> None:
     assert sample.branches == [] and [t.role for t in sample.turns] == ["assistant", "tool", "assistant"]
     assert text(sample.response).startswith(f"So:{call}<|im_end|>\n<|im_start|>tool\nfour")
     assert '"add"' in text(sample.prompt.ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probs_of_a_tool_call_are_those_that_were_sampled(stream: bool) -> None:
+    tokenizer = tokenizer_of(WITH_TOOLS)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    engine = ScriptedEngine([call], tokenizer)
+    found: list[dict[str, Any]] = []
+
+    async def agent(client: Client) -> None:
+        body = {"model": "m", "messages": list(QUESTION), "tools": [ADD], "logprobs": True, "stream": stream}
+        reply = await client.post(CHAT, body)
+        choices = [chunk["choices"][0] for chunk in events(reply)] if stream else reply.json()["choices"]
+        for choice in choices:
+            found.extend((choice["logprobs"] or {"content": []})["content"])
+
+    [episode] = run_agent(agent, engine, tokenizer=tokenizer, response_length=800)
+    assert episode.error is None
+    [completion] = engine.completions
+    assert [token["logprob"] for token in found] == completion.log_probs[:-1]
+    assert "".join(token["token"] for token in found) == call
+
+
+def test_a_part_of_a_character_has_no_bytes() -> None:
+    answer = ModelAnswer(
+        "1", "m", 1, "ü", (), "stop", ["\ufffd", "\ufffd", "é"], [1, 2, 3], [-1.0, -2.0, -3.0]
+    )
+    assert [token["bytes"] for token in log_probs(answer)] == [None, None, [0xC3, 0xA9]]
 
 
 def test_bare_text_in_calls_gets_the_types_of_the_schema() -> None:
