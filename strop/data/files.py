@@ -32,6 +32,7 @@ Row = dict[str, Any]
 RowSource = Sequence[Any]  # `FileRows`, or a user's data set of dictionaries or finished items
 FINGERPRINT_BYTES = 1 << 16  # of each end of a file
 PARQUET_BATCH = 8192  # rows
+NESTED_BATCH = 64  # rows, of which a list column may hold 32 MiB each
 
 
 class RowFile(ABC):
@@ -40,6 +41,7 @@ class RowFile(ABC):
     def __init__(self, address: str, path: Path):
         self.address = address
         self.path = path
+        self._fingerprint = _fingerprint(path)
 
     columns: list[str]
 
@@ -74,15 +76,9 @@ class RowFile(ABC):
         return Path(self.address.rpartition("/")[2]).stem
 
     def fingerprint(self) -> str:
-        """Return a hash that changes with the file; of its size and both ends (a parquet footer lists all
-        pages)."""
-        size = self.path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with self.path.open("rb") as file:
-            digest.update(file.read(FINGERPRINT_BYTES))
-            file.seek(max(0, size - FINGERPRINT_BYTES))
-            digest.update(file.read())
-        return digest.hexdigest()[:16]
+        """Return a hash of the file as it was opened. Rows are those of that file, whatever takes its place
+        during a run."""
+        return self._fingerprint
 
 
 class ParquetFile(RowFile):
@@ -126,11 +122,24 @@ class ParquetFile(RowFile):
         import pyarrow.parquet
 
         try:
-            table = pyarrow.parquet.read_table(self.path, columns=columns, memory_map=True, partitioning=None)
+            try:
+                table = pyarrow.parquet.read_table(
+                    self.path, columns=columns, memory_map=True, partitioning=None
+                )
+            except pyarrow.ArrowNotImplementedError:
+                # Arrow decodes a row group at once, and refuses lists of more than 2 GiB (images, messages).
+                table = self._read_in_batches(columns)
             table.validate(full=True)  # else invalid UTF-8 raises at its row, in the middle of a run
             return table
         except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise _corrupt(self.address, "parquet", error) from error
+
+    def _read_in_batches(self, columns: list[str] | None) -> pyarrow.Table:
+        import pyarrow
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(self.path, memory_map=True) as file:
+            return pyarrow.Table.from_batches(list(file.iter_batches(NESTED_BATCH, columns=columns)))
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_table": None}  # worker processes read the file themselves
@@ -342,6 +351,17 @@ def _object(value: object, address: str, row: int, risky: bool) -> Row:
     if risky:
         refuse_surrogates(value, f"{address}, row {row}")
     return value
+
+
+def _fingerprint(path: Path) -> str:
+    """A hash that changes with the file; of its size and both ends (a parquet footer lists all pages)."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(FINGERPRINT_BYTES))
+        file.seek(max(0, size - FINGERPRINT_BYTES))
+        digest.update(file.read())
+    return digest.hexdigest()[:16]
 
 
 def _corrupt(address: str, kind: str, error: BaseException, row: int | None = None) -> ValueError:

@@ -204,3 +204,13 @@ def _tensor(value: object) -> Tensor:
     import torch
 
     return torch.as_tensor(np.asarray(value))
+
+
+def counted(kind: str, found: list[ImageInput], rows: int) -> str:
+    """How many images or videos there are, how large they are, and their tokens."""
+    tokens = [image.num_tokens for image in found]
+    width, height = max((image.size for image in found), key=lambda size: size[0] * size[1])
+    return (
+        f"{len(found)} {kind}s in {rows} rows, largest {width} x {height}, "
+        f"{min(tokens)} to {max(tokens)} tokens each"
+    )

@@ -20,13 +20,14 @@ from strop.data.supervised import (
     answer_messages,
     parse_messages,
     render_conversation,
+    row_tools,
 )
 
 if TYPE_CHECKING:
     from strop.config.schema.roots import AnySupervisedConfig
 
 MAX_STEPS_BACK = 100
-"""Rows that are tried for a response to another prompt."""
+"""Rows that are searched for a response to another prompt."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,11 @@ class LabelledDataset(SupervisedDataset):
             return LabelledAnswer(known.chosen, known.rejected, known.margin), where
         prompt, answer, column = self._conversation(index)
         chat, images = self.chat_with_images(self.rows[self._row(index)], where, self._row(index))
-        own = render_conversation(chat, [*prompt, *answer], len(prompt), column)
-        mixed = [*prompt, *self._other_answer(index)]
-        other = render_conversation(chat, mixed, len(prompt), f"{column} with another response")
+        tools = row_tools(self.rows[self._row(index)], self.config.tools_key, where)
+        own = render_conversation(chat, [*prompt, *answer], len(prompt), column, tools=tools)
+        mixed = [*prompt, *self._other_answer(index, prompt)]
+        mixed_column = f"{column} with another response"
+        other = render_conversation(chat, mixed, len(prompt), mixed_column, tools=tools)
         if images:  # pixels are not cached
             own, other = (dataclasses.replace(side, images=images) for side in (own, other))
         item = LabelledAnswer(own, other, float(self._is_good(index)))
@@ -134,15 +137,21 @@ class LabelledDataset(SupervisedDataset):
         messages = parse_messages(prompt, column, config.input_template)
         return messages, answer_messages(answer, messages, column), column
 
-    def _other_answer(self, index: int) -> Sequence[Message]:
-        """The response of the row before it (of pairs: on the same side); the row before that if it cannot
-        be used."""
+    def _other_answer(self, index: int, prompt: Sequence[Message]) -> Sequence[Message]:
+        """The response of the row before it (of pairs: on the same side), or of the row before that if it
+        cannot be used or has the same prompt."""
         step = self._answers_per_row
+        same_prompt: Sequence[Message] | None = None
         for back in range(1, min(len(self.indices), MAX_STEPS_BACK + 1)):
             try:
-                return self._conversation((index - back * step) % len(self))[1]
+                other, answer, _ = self._conversation((index - back * step) % len(self))
             except UnusableRow:
                 continue
+            if other != prompt:
+                return answer
+            same_prompt = same_prompt or answer
+        if same_prompt is not None:  # many responses to one prompt: better than none
+            return same_prompt
         raise UnusableRow(
             f"{row_name(self.rows, self._row(index))}: no other row has a response, so that kto cannot "
             "estimate the KL divergence."

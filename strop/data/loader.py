@@ -12,8 +12,8 @@ from itertools import islice
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from strop.config.schema.data import DataConfig, SamplerConfig
-from strop.data.prompts import PromptDataset, Split, content_fingerprint, order_seed
-from strop.data.selection import Indices, permutation
+from strop.data.prompts import PromptDataset, content_fingerprint
+from strop.data.selection import Indices, Split, order_seed, permutation
 from strop.data.workers import Prefetcher
 from strop.registry import load_attribute
 from strop.types import Prompt, Trajectory

@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from strop.data.files import FileRows, Row, RowSource, open_rows
 from strop.data.image_files import UnusableImages
 from strop.data.images import ImageProcessor, LoadProcessor
 from strop.data.schema import ColumnKeys, RowFields, check_columns, parse_row
-from strop.data.selection import Indices, select
+from strop.data.selection import Indices, Split, select_rows
 from strop.data.workers import measure_prompts
 from strop.registry import load_attribute
 from strop.types import Images, Prompt
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Split = Literal["train", "val"]
 CACHED_PROMPTS = 1024
 UNUSABLE_LENGTH = 1
 """Tokens of the prompt of a row whose images cannot be read; its samples are masked."""
@@ -295,13 +294,7 @@ def build_prompts(
     load_processor: LoadProcessor | None = None,
 ) -> PromptDataset:
     """Build the training or validation prompts of a configuration."""
-    files = config.val_files
-    limit = config.val_max_samples
-    shuffle = config.validation_shuffle
-    if split == "train":
-        files = config.train_files
-        limit = config.train_max_samples
-        shuffle = config.shuffle
+    files = config.train_files if split == "train" else config.val_files
     keys = ColumnKeys.from_config(config)
     rows = load_custom_dataset(config, files, tokenizer) or open_rows(files, key=f"data.{split}_files")
     if isinstance(rows, FileRows):
@@ -313,35 +306,15 @@ def build_prompts(
         keys=keys,
         max_prompt_length=config.max_prompt_length,
         truncation=config.truncation,
-        indices=select_rows(config, rows, split, limit=limit, shuffle=shuffle),
+        indices=select_rows(config, rows, split),
         listing=listing,
     )
-    if not len(dataset):
-        raise ValueError(f"data.{split}_max_samples={limit} leaves no rows. Set it to -1 for all of them.")
     if config.filter_overlong_prompts:
         dataset = dataset.without_overlong(workers=config.filter_overlong_prompts_workers)
     return dataset
 
 
 # --- Shared with supervised data sets -----------------------------------------------------------------------
-
-
-def select_rows(
-    config: DataConfig | SupervisedDataConfig,
-    rows: RowSource,
-    split: Split,
-    *,
-    limit: int,
-    shuffle: bool,
-) -> Indices:
-    """Return the rows of a split: at most `limit`, and for training files mixed by data.prompt_probs."""
-    counts = [len(rows)]
-    weights: Sequence[float] | None = None
-    if isinstance(rows, FileRows):
-        counts = rows.counts
-        if split == "train":
-            weights = config.prompt_probs
-    return select(counts, weights=weights, limit=limit, shuffle=shuffle, seed=order_seed(config))
 
 
 def row_name(rows: RowSource, row: int) -> str:
@@ -390,8 +363,3 @@ def load_custom_dataset(
     if not len(rows):
         raise ValueError(f"{name} in {path} holds no rows.")
     return rows
-
-
-def order_seed(config: DataConfig | SupervisedDataConfig) -> int:
-    """Return data.seed, which follows trainer.seed; 0 if neither is set."""
-    return config.seed if isinstance(config.seed, int) else 0

@@ -18,9 +18,11 @@ from strop.config.schema.data import DataConfig
 from strop.data.chat import Chat, Tools, stop_ids
 from strop.data.files import FileRows, RowFile, open_file
 from strop.data.files import addresses as listed
-from strop.data.images import LoadProcessor
+from strop.data.images import LoadProcessor, counted
 from strop.data.prompts import ToolListing, build_chat, chat_of, listed_tools, prompt_lengths
 from strop.data.schema import ColumnKeys, RowFields, check_columns, read_row
+from strop.data.selection import Indices, select_rows
+from strop.data.templates.turn_end import turn_end, turn_end_token
 from strop.data.workers import CHUNK
 from strop.types import ImageInput
 
@@ -59,12 +61,12 @@ def probe_template(
     tools: Tools | None = None,
     plain: bool = False,
     further_stop_ids: Sequence[int] | int | None = None,
-    multi_turn: bool = False,
+    learns_to_stop: bool = False,
 ) -> list[DataFinding]:
     """Render a short conversation and check prefix stability, the generation prompt and the stop token.
 
-    With `multi_turn` (agents, conversations in supervised training) a template that rewrites earlier turns is
-    an error, otherwise a warning. An empty list means that the template has no problems.
+    `learns_to_stop`: training adds the token that ends a turn to those that stop the model. An empty list
+    means that the template has no problems.
     """
     found: list[DataFinding] = []
     try:
@@ -88,11 +90,10 @@ def probe_template(
             "answers."
         )
         found.append(DataFinding("warning", message))
-    level: Level = "warning"
-    if multi_turn:
-        level = "error"
-    found += _check_prefix_stability(chat, level)
-    found += _check_stop_token(chat, stop_ids(tokenizer, further_stop_ids))
+    found += _check_prefix_stability(chat)
+    stops = stop_ids(tokenizer, further_stop_ids)
+    if not stops or not learns_to_stop or turn_end_token(chat) is None:
+        found += _check_stop_token(chat, stops)
     return found
 
 
@@ -105,28 +106,28 @@ def _lacks_generation_prompt(chat: Chat) -> bool:
     return chat.text(CONVERSATION[:1], generate=True) == prompt
 
 
-def _check_prefix_stability(chat: Chat, level: Level) -> list[DataFinding]:
+def _check_prefix_stability(chat: Chat) -> list[DataFinding]:
     """Each rendering must begin with the ids of the one before."""
     for count in range(1, len(CONVERSATION)):
         after = chat.ids(CONVERSATION[: count + 1], generate=False)
         before = chat.ids(CONVERSATION[:count], generate=False)
         if after[: len(before)] != before:
-            return [_instability(chat, level, f"{count} messages", before, after)]
+            return [_instability(chat, f"{count} messages", before, after)]
         if CONVERSATION[count]["role"] == "assistant":
             before = chat.ids(CONVERSATION[:count], generate=True)
             if after[: len(before)] != before:
-                return [_instability(chat, level, "the generation prompt", before, after)]
+                return [_instability(chat, "the generation prompt", before, after)]
     return []
 
 
-def _instability(chat: Chat, level: Level, what: str, before: list[int], after: list[int]) -> DataFinding:
+def _instability(chat: Chat, what: str, before: list[int], after: list[int]) -> DataFinding:
     position = 0
     while position < min(len(before), len(after)) and before[position] == after[position]:
         position += 1
     old = chat.tokenizer.decode(before[position : position + 12])
     new = chat.tokenizer.decode(after[position : position + 12])
     return DataFinding(
-        level,
+        "warning",
         f"The chat template is not prefix-stable: {what} rendered {old!r} at token {position}, but with one "
         f"more message it is {new!r}. Supervised training on conversations of several turns cannot use it; "
         "agents keep each turn as it was sampled.",
@@ -138,19 +139,15 @@ def _check_stop_token(chat: Chat, stops: set[int]) -> list[DataFinding]:
     if not stops:
         message = "The tokenizer has no end-of-text token, so no answer would ever stop. Set eos_token."
         return [DataFinding("error", message)]
-    try:
-        rendered = chat.conversation(CONVERSATION[:2])
-    except ValueError:
-        return []  # reported already: it is not prefix-stable
-    last = max(position for position, learned in enumerate(rendered.mask) if learned)
-    if rendered.ids[last] in stops:
+    end = turn_end(chat)
+    if end is None or end in stops:  # without an end it is reported already: it is not prefix-stable
         return []
-    shown = chat.tokenizer.decode([rendered.ids[last]])
+    shown = repr(chat.tokenizer.decode([end]))
     known = ", ".join(repr(chat.tokenizer.decode([token])) for token in sorted(stops))
     return [
         DataFinding(
             "warning",
-            f"The chat template ends the assistant's turn with {shown!r}, which does not stop generation "
+            f"The chat template ends the assistant's turn with {shown}, which does not stop generation "
             f"({known} would). A model trained with it does not learn to stop. Add that token to the stop "
             "tokens, or set eos_token to it.",
         )
@@ -173,6 +170,7 @@ class DataReport:
     """What `inspect_files` found."""
 
     rows: int = 0
+    """Rows of an epoch: those that data.*_max_samples and data.prompt_probs select."""
     columns: list[str] = field(default_factory=list)
     data_sources: dict[str, SourceReport] = field(default_factory=dict)
     agents: dict[str, int] = field(default_factory=dict)
@@ -207,8 +205,8 @@ def inspect_files(
     load_processor: LoadProcessor | None = None,
     sample: int = SAMPLE,
 ) -> DataReport:
-    """Read a sample of prompt files; problems become findings, not exceptions. Rendering needs a
-    tokenizer."""
+    """Read a sample of those rows of prompt files that a run uses; problems become findings, not exceptions.
+    Rendering needs a tokenizer."""
     report = DataReport()
     try:
         keys = ColumnKeys.from_config(config)
@@ -227,10 +225,16 @@ def inspect_files(
         except ValueError as error:
             report.findings.append(DataFinding("error", str(error)))
     try:
-        first_rows = _describe_columns(rows, keys, report)
-        spread = np.linspace(0, len(rows) - 1, min(sample, len(rows))).astype(np.int64)
-        sampled = np.unique([*spread, *first_rows]).tolist()
+        selected = select_rows(config, rows, "val" if key == "data.val_files" else "train")
+        report.rows = len(selected)
+        first_rows = _describe_columns(rows, selected, keys, report)
+        used = np.unique(selected)
+        spread = np.linspace(0, len(used) - 1, min(sample, len(used))).astype(np.int64)
+        sampled = np.unique([*used[spread], *first_rows]).tolist()
         parsed = _read_sample(rows, keys, sampled, report)
+        if len(sampled) < len(used):
+            read = f"{len(sampled)} of {len(used)} rows were read, spread evenly over the files."
+            report.findings.append(DataFinding("info", read))
         if chat is not None:
             _measure(parsed, chat, config, report, listing)
     except ValueError as error:
@@ -251,30 +255,33 @@ def _open(addresses: list[str], keys: ColumnKeys, report: DataReport) -> FileRow
     return FileRows(opened)
 
 
-def _describe_columns(rows: FileRows, keys: ColumnKeys, report: DataReport) -> list[int]:
-    """Count data sources and agents of all rows; return the first row of each source."""
+def _describe_columns(rows: FileRows, selected: Indices, keys: ColumnKeys, report: DataReport) -> list[int]:
+    """Count data sources and agents of the selected rows; return the first row of each source."""
     counts: Counter[str] = Counter()
     first: dict[str, int] = {}
     agents: Counter[str] = Counter()
+    times = np.bincount(selected, minlength=len(rows)).tolist()  # a small file of a mixture repeats
     start = 0
     for file in rows.files:
-        for row, value in enumerate(_source_values(file, keys)):
-            if value is not None:
-                counts[str(value)] += 1
-                first.setdefault(str(value), start + row)
-        agents.update(str(name) for name in file.column("agent_name") if name)
+        columns = zip(_source_values(file, keys), file.column("agent_name"))
+        for row, (source, agent) in enumerate(columns, start):
+            if source is not None and times[row]:
+                counts[str(source)] += times[row]
+                first.setdefault(str(source), row)
+            if agent and times[row]:
+                agents[str(agent)] += times[row]
         start += len(file)
-    for source, count in counts.items():
+    for name, count in counts.items():
         example = None
         with contextlib.suppress(ValueError):  # reported when the sample is read
-            example = read_row(rows, first[source], keys)
-        report.data_sources[source] = SourceReport(count, example)
+            example = read_row(rows, first[name], keys)
+        report.data_sources[name] = SourceReport(count, example)
     report.agents = dict(agents)
     if not any({"reward_model", keys.label} & set(file.columns) for file in rows.files):
-        columns = sorted({name for file in rows.files for name in file.columns})
+        known = sorted({name for file in rows.files for name in file.columns})
         message = (
             "No reward_model column and no data.label_key: reward functions get ground_truth=None. If one of "
-            f"the columns has the answers, name it in data.label_key: {', '.join(columns)}."
+            f"the columns has the answers, name it in data.label_key: {', '.join(known)}."
         )
         report.findings.append(DataFinding("warning", message))
     return list(first.values())
@@ -301,14 +308,16 @@ def _read_sample(
         except ValueError as error:
             bad.append(str(error))
     report.measured = len(indices)
-    report.findings += [DataFinding("error", message) for message in bad[:MAX_NAMED_ROWS]]
-    if len(bad) > MAX_NAMED_ROWS:
-        message = f"{len(bad) - MAX_NAMED_ROWS} further rows cannot be used either."
-        report.findings.append(DataFinding("error", message))
-    if len(indices) < len(rows):
-        message = f"{len(indices)} of {len(rows)} rows were read, spread evenly over the files."
-        report.findings.append(DataFinding("info", message))
+    report.findings += bad_row_findings(bad, "rows")
     return good
+
+
+def bad_row_findings(messages: Sequence[str], what: str) -> list[DataFinding]:
+    """The first messages about rows, and how many more there are."""
+    found = list(messages[:MAX_NAMED_ROWS])
+    if len(messages) > len(found):
+        found.append(f"{len(messages) - len(found)} further {what} cannot be used either.")
+    return [DataFinding("error", message) for message in found]
 
 
 def _measure(
@@ -335,7 +344,7 @@ def _measure(
         message = f"{lengths.count(0)} prompts render to no tokens at all; the first: {first}."
         report.findings.append(DataFinding("error", message))
     if report.too_long:
-        report.findings.append(_too_long(report, config, len(lengths)))
+        report.findings.append(too_long_finding(report, config, len(lengths)))
 
 
 def _measure_images(
@@ -353,31 +362,18 @@ def _measure_images(
         except ValueError as error:
             bad[str(error)] = None
             lengths.append(1)
-    report.findings += [DataFinding("error", message) for message in list(bad)[:MAX_NAMED_ROWS]]
-    if len(bad) > MAX_NAMED_ROWS:
-        message = f"{len(bad) - MAX_NAMED_ROWS} further rows with images cannot be used either."
-        report.findings.append(DataFinding("error", message))
+    report.findings += bad_row_findings(list(bad), "rows with images")
     counts = []
     for kind in ("image", "video"):
         of_kind = [image for image in found if image.video == (kind == "video")]
         if of_kind:
-            counts.append(_counted(kind, of_kind, len(rows)))
+            counts.append(counted(kind, of_kind, len(rows)))
     report.images = "; ".join(counts)
     report.videos = sum(image.video for image in found)
     return lengths
 
 
-def _counted(kind: str, found: list[ImageInput], rows: int) -> str:
-    """How many images or videos there are, how large they are, and their tokens."""
-    tokens = [image.num_tokens for image in found]
-    width, height = max((image.size for image in found), key=lambda size: size[0] * size[1])
-    return (
-        f"{len(found)} {kind}s in {rows} rows, largest {width} x {height}, "
-        f"{min(tokens)} to {max(tokens)} tokens each"
-    )
-
-
-def _too_long(report: DataReport, config: DataConfig, count: int) -> DataFinding:
+def too_long_finding(report: DataReport, config: DataConfig, count: int) -> DataFinding:
     """Return the finding about prompts over data.max_prompt_length, of `count` that were measured."""
     problem = (
         f"{report.too_long} of {count} prompts are over data.max_prompt_length={config.max_prompt_length} "

@@ -13,6 +13,7 @@ file name replaces the missing data_source.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,6 +188,28 @@ def as_messages(value: object, *, where: str, input_template: str | None = None)
                 f"{where}, message {index}: content is {_shown(content)}; it must be text or a list of parts."
             )
     return value
+
+
+def tool_schemas(value: object, *, where: str) -> list[dict[str, Any]] | None:
+    """Return schemas of tools, of which the list or each one may be JSON text; None if there are none."""
+    value = _from_json(to_plain(value), where)
+    if not value:
+        return None
+    if isinstance(value, list):
+        value = [_from_json(tool, where) for tool in value]
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ValueError(f"{where} is {_shown(value)}; it must be a list of JSON schemas of tools.")
+    return value
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """Return what JSON text holds; other values are unchanged."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{where} is {_shown(value)}, which is no JSON: {error}.") from error
 
 
 def to_plain(value: Any) -> Any:

@@ -7,11 +7,45 @@ resumed run draws the same rows with another version of NumPy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strop.config.schema.data import DataConfig
+from strop.config.schema.supervised import SupervisedDataConfig
+from strop.data.files import FileRows, RowSource
+
 Indices = NDArray[np.int64]
+Split = Literal["train", "val"]
+MAX_DRAWS = 1 << 27
+"""Rows of an epoch of a mixture; more do not fit into memory."""
+
+
+def select_rows(config: DataConfig | SupervisedDataConfig, rows: RowSource, split: Split) -> Indices:
+    """Return the rows of a split: at most data.*_max_samples, and for training files mixed by
+    data.prompt_probs."""
+    limit = config.val_max_samples
+    shuffle = isinstance(config, DataConfig) and config.validation_shuffle
+    weights: Sequence[float] | None = None
+    if split == "train":
+        limit = config.train_max_samples
+        shuffle = config.shuffle
+        weights = config.prompt_probs
+    counts = [len(rows)]
+    if isinstance(rows, FileRows):
+        counts = rows.counts
+    else:
+        weights = None
+    indices = select(counts, weights=weights, limit=limit, shuffle=shuffle, seed=order_seed(config))
+    if not len(indices):
+        raise ValueError(f"data.{split}_max_samples={limit} leaves no rows. Set it to -1 for all of them.")
+    return indices
+
+
+def order_seed(config: DataConfig | SupervisedDataConfig) -> int:
+    """Return data.seed, which follows trainer.seed; 0 if neither is set."""
+    return config.seed if isinstance(config.seed, int) else 0
 
 
 def permutation(count: int, *, seed: int, stream: int = 0) -> Indices:
@@ -65,6 +99,13 @@ def mixture(counts: Sequence[int], weights: Sequence[float], *, seed: int) -> In
     edges = np.cumsum(shares / shares.sum())
     edges[np.flatnonzero(shares)[-1] :] = 1.0  # in spite of rounding, no draw may lie behind the last weight
     sizes = np.where(shares > 0, np.asarray(counts), 0)
+    rarest = int(np.argmax(np.divide(sizes, shares, out=np.zeros(len(shares)), where=shares > 0)))
+    expected = sizes[rarest] * shares.sum() / shares[rarest]
+    if expected > MAX_DRAWS:
+        raise ValueError(
+            f"data.prompt_probs={list(weights)}: until all {counts[rarest]} rows of file {rarest} are drawn, "
+            f"an epoch has about {expected:.1e} rows. Raise its weight, or set it to 0."
+        )
     starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
     source = np.random.PCG64(np.random.SeedSequence([seed, 1 << 33]))
     drawn = np.zeros(0, dtype=np.int64)

@@ -23,14 +23,7 @@ from strop.data.examples import Example, PreferencePair, RowCache, images_of
 from strop.data.files import FileRows, Row, RowSource, open_rows
 from strop.data.image_files import UnusableImages
 from strop.data.images import ImageProcessor, LoadProcessor
-from strop.data.prompts import (
-    Split,
-    load_custom_dataset,
-    row_name,
-    select_rows,
-    selection_fingerprint,
-    truncate,
-)
+from strop.data.prompts import load_custom_dataset, row_name, selection_fingerprint, truncate
 from strop.data.schema import (
     Message,
     as_messages,
@@ -39,8 +32,9 @@ from strop.data.schema import (
     require_column,
     split_placeholders,
     to_plain,
+    tool_schemas,
 )
-from strop.data.selection import Indices
+from strop.data.selection import Indices, Split, select_rows
 from strop.types import Images
 
 if TYPE_CHECKING:
@@ -110,6 +104,12 @@ class SupervisedDataset(Sequence[Any]):
                 if not images_of(example):  # pixels of many rows would not fit
                     self._cache.put(row, example)
                 return example, where
+            wanted = PreferencePair if isinstance(self.config, PairDataConfig) else Rendered
+            if not isinstance(item, wanted):
+                raise ValueError(
+                    f"{where} of data.custom_cls is a {type(item).__name__}; a row is a dict with columns, "
+                    f"or a {wanted.__name__}."
+                )
         return item, where
 
     def chat_with_images(self, item: Row, where: str, row: int) -> tuple[Chat, Images]:
@@ -155,8 +155,7 @@ class SupervisedDataset(Sequence[Any]):
         return selection_fingerprint(self.rows, self.indices)
 
     def truncate(self, item: object, where: str) -> object:
-        """Return an item with at most data.max_length tokens; other items of a custom data set are
-        unchanged."""
+        """Return an item with at most data.max_length tokens."""
         if isinstance(item, Rendered):
             return self._truncate(item, where)
         if isinstance(item, PreferencePair):
@@ -223,14 +222,13 @@ class SftDataset(SupervisedDataset):
     def render(self, row: Row, where: str) -> Rendered:
         config = self.config
         chat = self.chat
-        tools: Tools | None = None
         learn_from = 0
+        thinking = row.get(config.multiturn.enable_thinking_key)
+        if thinking is not None:
+            chat = dataclasses.replace(chat, kwargs={**chat.kwargs, "enable_thinking": bool(thinking)})
+        tools = row_tools(row, config.multiturn.tools_key, where)
         if config.multiturn.enable:
             messages = parse_messages(row.get(config.multiturn.messages_key), where)
-            tools = to_plain(row.get(config.multiturn.tools_key))
-            thinking = row.get(config.multiturn.enable_thinking_key)
-            if thinking is not None:
-                chat = dataclasses.replace(chat, kwargs={**chat.kwargs, "enable_thinking": bool(thinking)})
         else:
             messages, learn_from = self._prompt_and_response(row, where)
         if config.pretrain_mode:  # any role may come first
@@ -297,20 +295,21 @@ class PreferenceDataset(SupervisedDataset):
         """Return the conversation that ends with the answer in the column `key`."""
         column = f"{where}, column {key!r}"
         answer = to_plain(row.get(key))
+        tools = row_tools(row, self.config.tools_key, where)
         if self.config.prompt_key:
             prompt = row.get(self.config.prompt_key)
             if prompt is None:
                 raise UnusableRow(f"{where}, column {self.config.prompt_key!r} is empty.")
             messages = parse_messages(prompt, where, self.config.input_template)
             conversation = [*messages, *answer_messages(answer, messages, column)]
-            return render_conversation(self.chat, conversation, len(messages), column)
+            return render_conversation(self.chat, conversation, len(messages), column, tools=tools)
         if isinstance(answer, str):
             raise ValueError(
                 f"{column} is text, but without data.prompt_key it must hold a whole conversation (a list of "
                 "messages). Set data.prompt_key to the column with the prompt."
             )
         conversation = parse_messages(answer, column)
-        return render_conversation(self.chat, conversation, len(conversation) - 1, column)
+        return render_conversation(self.chat, conversation, len(conversation) - 1, column, tools=tools)
 
 
 def build_supervised(
@@ -323,19 +322,11 @@ def build_supervised(
 ) -> SupervisedDataset:
     """Build the training or validation rows of an sft, rm or dpo configuration, as a data set of class
     `kind`, by default the one that belongs to the section."""
-    files = config.val_files
-    limit = config.val_max_samples
-    shuffle = False
-    if split == "train":
-        files = config.train_files
-        limit = config.train_max_samples
-        shuffle = config.shuffle
+    files = config.train_files if split == "train" else config.val_files
     if config.input_template is not None:
         check_template(config.input_template)
     rows = load_custom_dataset(config, files, tokenizer) or open_rows(files, key=f"data.{split}_files")
-    indices = select_rows(config, rows, split, limit=limit, shuffle=shuffle)
-    if not len(indices):
-        raise ValueError(f"data.{split}_max_samples={limit} leaves no rows. Set it to -1 for all of them.")
+    indices = select_rows(config, rows, split)
     images = None
     if load_processor is not None:
         images = ImageProcessor.of(load_processor, config)
@@ -354,6 +345,14 @@ def build_supervised(
 def parse_messages(value: object, where: str, input_template: str | None = None) -> list[Message]:
     try:
         return as_messages(value, where=where, input_template=input_template)
+    except ValueError as error:
+        raise UnusableRow(str(error)) from error
+
+
+def row_tools(row: Row, column: str, where: str) -> Tools | None:
+    """Return the schemas of the tools that a row has."""
+    try:
+        return tool_schemas(row.get(column), where=f"{where}, column {column!r}")
     except ValueError as error:
         raise UnusableRow(str(error)) from error
 
@@ -386,6 +385,10 @@ def render_conversation(
             f"{where}: the conversation begins with {turns[0]!r}, but it must begin with 'user' "
             f"({', '.join(roles)})."
         )
+    for turn, message in enumerate(messages):
+        says_nothing = not any(value for name, value in message.items() if name != "role")
+        if turn >= learn_from and message["role"] == "assistant" and says_nothing:
+            raise UnusableRow(f"{where}: message {turn}, of the assistant, is empty.")
     try:
         counts = {"image": len(chat.expansions), "video": len(chat.video_expansions)}
         messages = split_placeholders(list(messages), counts, where=where)

@@ -50,10 +50,10 @@ def examine(loaded: Loaded[RootConfig], given: InProcess | None = None) -> Prefl
     rows = examine_data(config, report, given)
     report.plan = _plan(config, rows)
     if report.ok:
-        report.findings += _enough_rows(report.plan, rows)
+        report.findings += _enough_rows(config, report.plan, rows)
     if isinstance(config, PpoConfig):
         report.findings += _user_classes(config)
-    report.findings += _warmup(config, report.plan)
+    report.findings += _schedules(config, report.plan)
     report.findings += _folders(config)
     if report.ok and isinstance(config, PpoConfig | SupervisedConfig):
         from strop.preflight.model_checks import examine_memory
@@ -86,14 +86,20 @@ def _plan(config: RootConfig, rows: int | None = None) -> Plan | SupervisedPlan 
     return None
 
 
-def _enough_rows(plan: Plan | SupervisedPlan | None, rows: int | None) -> list[ConfigFinding]:
+def _enough_rows(
+    config: RootConfig, plan: Plan | SupervisedPlan | None, rows: int | None
+) -> list[ConfigFinding]:
     if rows is None or plan is None:
         return []
+    key = "data.train_batch_size"
     needed = plan.prompts_per_step if isinstance(plan, Plan) else plan.rows_per_update
+    if isinstance(config, PpoConfig) and config.algorithm.filter_groups.enable and config.data.gen_batch_size:
+        key = "data.gen_batch_size"
+        needed = config.data.gen_batch_size
     if rows >= needed:
         return []
     message = f"{needed} rows per step, but the files have only {rows}. Set it to {rows} or less."
-    return [error("data.train_batch_size", message)]
+    return [error(key, message)]
 
 
 def _user_classes(config: PpoConfig) -> list[ConfigFinding]:
@@ -114,22 +120,28 @@ def _user_classes(config: PpoConfig) -> list[ConfigFinding]:
     return findings
 
 
-def _warmup(config: RootConfig, plan: Plan | SupervisedPlan | None) -> list[ConfigFinding]:
-    """A warm-up that is longer than the run."""
+def _schedules(config: RootConfig, plan: Plan | SupervisedPlan | None) -> list[ConfigFinding]:
+    """A warm-up that is longer than the run, and a decay that ends before it."""
     if plan is None or plan.total_steps is None:
         return []
     optim: OptimConfig
     if isinstance(config, PpoConfig):
-        key = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+        key = "actor_rollout_ref.actor.optim"
         optim = config.actor_rollout_ref.actor.optim
     else:
         assert isinstance(config, SupervisedConfig)
-        key = "optim.lr_warmup_steps"
+        key = "optim"
         optim = config.optim
     found = []
     if optim.lr_warmup_steps > plan.total_steps:
         message = f"the run has {plan.total_steps} steps: lr={optim.lr:g} is never reached."
-        found.append(warning(key, f"{optim.lr_warmup_steps}, but {message}"))
+        found.append(warning(f"{key}.lr_warmup_steps", f"{optim.lr_warmup_steps}, but {message}"))
+    if 0 < optim.total_training_steps < plan.total_steps and optim.lr_scheduler_type != "constant":
+        message = (
+            f"{optim.total_training_steps}, but the run has {plan.total_steps} steps: later ones keep the "
+            f"lowest learning rate of {optim.lr_scheduler_type}. Set -1 for the length of the run."
+        )
+        found.append(warning(f"{key}.total_training_steps", message))
     if isinstance(config, PpoConfig) and has_critic(config):
         first = config.trainer.critic_warmup
         if first > plan.total_steps:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from strop.config.rules import ConfigFinding, error
+from strop.config.rules import error
 from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
 from strop.config.schema.training_service import TrainingServiceConfig
-from strop.data.report import probe_template
 from strop.preflight.model_checks import (
     draft_findings,
     find_tokenizer,
@@ -14,6 +13,7 @@ from strop.preflight.model_checks import (
     reward_file_finding,
 )
 from strop.preflight.report import PreflightReport
+from strop.preflight.template_checks import template_findings
 from strop.rewards.function import load_function
 
 
@@ -43,13 +43,9 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
     if report.ok:
         report.findings += draft_findings("rollout", config.rollout, config.model)
     if tokenizer is not None:
-        found = probe_template(
-            tokenizer,
-            template=config.model.custom_chat_template,
-            kwargs=config.data.apply_chat_template_kwargs,
-            plain=not config.data.apply_chat_template,
+        report.findings += template_findings(
+            tokenizer, config.model, config.data, template=config.model.custom_chat_template
         )
-        report.findings += [ConfigFinding(f.level, "chat template", f.message) for f in found]
     try:
         inputs = open_input_rows(config)
     except (ValueError, OSError) as problem:

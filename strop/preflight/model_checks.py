@@ -12,6 +12,7 @@ from strop.config.derived import engine_name, has_critic
 from strop.config.policies import KEY, agent_policies, other_size
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.rules.router_replay import MODE
+from strop.config.schema.distillation import TOPK, DistillationConfig
 from strop.config.schema.model import FsdpConfig, ModelConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
@@ -221,6 +222,18 @@ def teacher_tokenizer_findings(policy: ModelConfig, path: str) -> list[ConfigFin
     return []
 
 
+def topk_findings(policy: ModelConfig, settings: DistillationConfig) -> list[ConfigFinding]:
+    """An error if the teacher on this machine has fewer tokens than the loss asks for."""
+    if not settings.is_loss or settings.loss_mode != TOPK:
+        return []
+    config = local_model_config(dataclasses.replace(policy, path=settings.path, hf_config_path=None))
+    known = getattr(config, "vocab_size", None)
+    if known is None or settings.topk <= known:
+        return []
+    message = f"{settings.topk}, but {settings.path} has {known} tokens. Set it to {known} or less."
+    return [error("algorithm.distillation.topk", message)]
+
+
 def reward_file_finding(path: str, problem: ValueError) -> ConfigFinding:
     """The error about a file from which no reward function could be loaded."""
     key = "custom_reward_function.path"
@@ -312,7 +325,7 @@ def quantization_findings(key: str, rollout: RolloutConfig, device: str) -> list
         missing = "this machine has none (nvidia-smi does not answer)"
     else:
         name, capability = found.rsplit(",", 1)
-        if float(capability) >= FP8_CAPABILITY:
+        if not capability.strip()[:1].isdigit() or float(capability) >= FP8_CAPABILITY:
             return []
         missing = f"{name.strip()} has {capability.strip()}"
     findings = []
@@ -367,6 +380,8 @@ def _gpu() -> Device | None:
     if found is None or "," not in found:
         return None
     name, memory = found.rsplit(",", 1)
+    if not memory.strip().isdigit():  # "[N/A]": a GPU without memory of its own, such as that of a DGX Spark
+        return None
     similar = DEVICES[OTHER]
     for key, known in DEVICES.items():
         if key.split("-")[0] in name.lower():

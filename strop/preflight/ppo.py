@@ -20,7 +20,7 @@ from strop.config.rules import ConfigFinding, error, warning
 from strop.config.rules.megatron import megatron_roles
 from strop.config.schema.ppo import PpoConfig
 from strop.data.prompts import ToolListing, build_chat
-from strop.data.report import SAMPLE, DataReport, SourceReport, inspect_files, probe_template
+from strop.data.report import SAMPLE, DataReport, SourceReport
 from strop.data.schema import RowFields
 from strop.models.vision.processor import processor_loader
 from strop.preflight.image_checks import image_findings
@@ -39,8 +39,12 @@ from strop.preflight.model_checks import (
     remote_file_findings,
     reward_file_finding,
     teacher_tokenizer_findings,
+    topk_findings,
 )
 from strop.preflight.report import PreflightReport
+from strop.preflight.reward_checks import unreported_values
+from strop.preflight.row_checks import inspect_rows, unknown_token_findings
+from strop.preflight.template_checks import template_findings
 from strop.rewards.base import RewardSample, parse_verdict
 from strop.rewards.function import RewardFunction, RuleScorer, load_function
 from strop.rewards.judge import check_judge
@@ -67,7 +71,9 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
     tokenizer, findings = find_tokenizer(config.actor_rollout_ref.model)
     report.findings += findings
     if tokenizer is not None:
-        report.findings += _template(config, tokenizer)
+        model = config.actor_rollout_ref.model
+        template = model.custom_chat_template
+        report.findings += template_findings(tokenizer, model, config.data, template=template)
     # An error of the template is reported once, not again for each file.
     renderer = tokenizer if report.ok else None
     agents = AgentCheck(config, renderer, given.tools)
@@ -79,7 +85,7 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
     rollout = config.actor_rollout_ref.rollout
     report.findings += quantization_findings(ROLLOUT, rollout, config.trainer.device)
     if tokenizer is not None and report.ok:
-        report.findings += _positions(config)
+        report.findings += _positions(config) or unknown_token_findings(config, tokenizer)
         report.findings += megatron_findings(megatron_roles(config))
         report.findings += ppo_expert_findings(config)
         report.findings += policy_findings(config.actor_rollout_ref)
@@ -107,21 +113,22 @@ def _examine_files(
     agents: AgentCheck,
     report: PreflightReport,
 ) -> DataReport | None:
-    """Read the files of `data.<name>`; None: none are configured."""
-    paths = getattr(config.data, name)
-    if not paths:
+    """Read the rows of `data.<name>`; None: none are configured, or they cannot be read here."""
+    if not getattr(config.data, name):
         return None
     one_long_prompt_stops = config.data.truncation == "error" and not config.data.filter_overlong_prompts
-    found = inspect_files(
-        paths,
+    model = config.actor_rollout_ref.model
+    found = inspect_rows(
         config.data,
+        name,
         tokenizer,
-        key=f"data.{name}",
-        chat_template=config.actor_rollout_ref.model.custom_chat_template,
+        chat_template=model.custom_chat_template,
         listing=agents.listing,
-        load_processor=processor_loader(config.actor_rollout_ref.model),
+        load_processor=processor_loader(model),
         sample=EVERY_ROW_UP_TO if one_long_prompt_stops else SAMPLE,
     )
+    if found is None:
+        return None
     for finding in found.findings:
         report.findings.append(ConfigFinding(finding.level, f"data.{name}", finding.message))
     fact = f"{found.rows} rows"
@@ -139,13 +146,10 @@ def _examine_files(
 
 
 def _training_rows(config: PpoConfig, found: DataReport) -> int:
-    """Rows that are left after filtering and data.train_max_samples."""
-    rows = found.rows
+    """Rows that are left after filtering."""
     if config.data.filter_overlong_prompts and found.measured == found.rows:
-        rows -= found.too_long
-    if config.data.train_max_samples > 0:
-        rows = min(rows, config.data.train_max_samples)
-    return rows
+        return found.rows - found.too_long
+    return found.rows
 
 
 def _models(config: PpoConfig, has_tokenizer: bool) -> list[ConfigFinding]:
@@ -166,6 +170,7 @@ def _models(config: PpoConfig, has_tokenizer: bool) -> list[ConfigFinding]:
         findings += _model_findings("algorithm.distillation.path", teacher.path, "language")
         if has_tokenizer and not findings:
             findings += teacher_tokenizer_findings(config.actor_rollout_ref.model, teacher.path)
+            findings += topk_findings(config.actor_rollout_ref.model, teacher)
     return findings
 
 
@@ -211,16 +216,6 @@ def _pretrain_files(paths: str | list[str], tokenizer: PreTrainedTokenizerBase |
     except ValueError as problem:
         return [error(KEY, str(problem).removeprefix(f"{KEY}: "))]
     return []
-
-
-def _template(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> list[ConfigFinding]:
-    found = probe_template(
-        tokenizer,
-        template=config.actor_rollout_ref.model.custom_chat_template,
-        kwargs=config.data.apply_chat_template_kwargs,
-        plain=not config.data.apply_chat_template,
-    )
-    return [ConfigFinding(finding.level, "chat template", finding.message) for finding in found]
 
 
 def _rewards(
@@ -284,7 +279,7 @@ def _try_reward(
     values = verdict.extras or {"score": verdict.score}
     text = ", ".join(f"{part} {reprlib.repr(value)}" for part, value in values.items())
     report.data[key] = f"{text} for {TRIED_TEXT!r}"
-    return []
+    return unreported_values(config, data_source, verdict)
 
 
 def _custom_agent_loop(config: PpoConfig, row: RowFields) -> str | None:

@@ -10,12 +10,11 @@ import numpy as np
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.rules.megatron import supervised_role
 from strop.config.schema.model import ModelConfig
-from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, SupervisedDataConfig
+from strop.config.schema.supervised import DpoConfig, RmConfig, SupervisedDataConfig
 from strop.data.examples import PreferencePair
 from strop.data.files import FileRows
 from strop.data.labelled import dataset_class
-from strop.data.prompts import Split
-from strop.data.report import probe_template
+from strop.data.selection import Split
 from strop.data.supervised import SupervisedDataset, UnusableRow, build_supervised
 from strop.models.vision.processor import processor_loader
 from strop.preflight.megatron_checks import megatron_findings
@@ -29,6 +28,7 @@ from strop.preflight.model_checks import (
     lora_findings,
 )
 from strop.preflight.report import PreflightReport
+from strop.preflight.template_checks import template_findings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +47,8 @@ class Survey:
     unusable: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     taught: int = 0
+    emptied: int = 0
+    """Sequences of which data.max_length leaves no trained token."""
     images: int = 0
     """Rows that have some."""
     highest: int = -1
@@ -59,7 +61,13 @@ def examine_supervised(config: AnySupervisedConfig, report: PreflightReport) -> 
     tokenizer, findings = find_tokenizer(config.model, "model.path")
     report.findings += findings
     if tokenizer is not None:
-        report.findings += template_findings(config, tokenizer)
+        report.findings += template_findings(
+            tokenizer,
+            config.model,
+            config.data,
+            template=config.data.chat_template or config.model.custom_chat_template,
+            learns_to_stop=not isinstance(config, RmConfig),
+        )
     rows = _examine_split(config, "train", tokenizer, report)
     _examine_split(config, "val", tokenizer, report)
     return rows
@@ -100,22 +108,6 @@ def model_findings(config: AnySupervisedConfig) -> list[ConfigFinding]:
     findings = findings or lora_findings(config.model, "model")
     findings = findings or megatron_findings(supervised_role(config))
     return findings or expert_findings(config.model, config.model.fsdp_config, "model.fsdp_config")
-
-
-def template_findings(config: AnySupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> list[ConfigFinding]:
-    data = config.data
-    if isinstance(config, SftConfig):
-        multi_turn = config.data.multiturn.enable
-    else:
-        multi_turn = config.data.prompt_key is None
-    found = probe_template(
-        tokenizer,
-        template=data.chat_template or config.model.custom_chat_template,
-        kwargs=data.apply_chat_template_kwargs,
-        plain=not data.apply_chat_template,
-        multi_turn=multi_turn,
-    )
-    return [ConfigFinding(f.level, "chat template", f.message) for f in found]
 
 
 def _rows(
@@ -165,9 +157,16 @@ def survey_rows(dataset: SupervisedDataset) -> Survey:
         for side in sides:
             survey.lengths.append(len(side.ids))
             survey.taught += sum(side.mask)
+            survey.emptied += _is_emptied(side.mask, dataset.config)
             highest_id = max(side.ids)
             survey.highest = max(survey.highest, highest_id)
     return survey
+
+
+def _is_emptied(mask: list[int], data: SupervisedDataConfig) -> bool:
+    """Whether a sequence is cut, and has nothing to learn afterwards."""
+    kept = mask[: data.max_length] if data.truncation == "right" else mask[-data.max_length :]
+    return len(mask) > data.max_length and not any(kept[1:])  # the first token is not predicted
 
 
 def vocabulary_findings(survey: Survey, model: ModelConfig, key: str) -> list[ConfigFinding]:
@@ -232,6 +231,10 @@ def row_findings(survey: Survey, data: SupervisedDataConfig, key: str) -> list[C
             "beginning)."
         )
         findings.append(error(key, f"{message} (the longest has {longest} tokens). {fix}"))
+    elif survey.emptied == len(survey.lengths):
+        message += f", and data.truncation={data.truncation} leaves nothing to learn of any."
+        findings.append(error(key, f"{message} Set data.max_length higher."))
     else:
-        findings.append(warning(key, f"{message} and will be cut ({data.truncation})."))
+        lost = f"; nothing to learn is left of {survey.emptied}" if survey.emptied else ""
+        findings.append(warning(key, f"{message} and will be cut ({data.truncation}){lost}."))
     return findings

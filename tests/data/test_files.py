@@ -49,6 +49,37 @@ def test_json_lines_in_a_json_file_and_blank_lines(tmp_path: Path) -> None:
     assert count_rows(str(tmp_path / "a.json")) == 2
 
 
+@pytest.mark.slow  # 2.1 GiB of images, twice in memory
+def test_lists_of_more_than_two_gigabytes_in_one_row_group(tmp_path: Path) -> None:
+    """pandas writes up to a million rows into one row group; images in lists are soon 2 GiB."""
+    image = bytes(16 << 20)
+    images = pa.DictionaryArray.from_arrays(pa.array([0] * 132, pa.int32()), pa.array([image], pa.binary()))
+    lists = pa.ListArray.from_arrays(range(133), pa.StructArray.from_arrays([images], ["bytes"]))
+    table = pa.table({"prompt": [f"{n}+1=" for n in range(132)], "images": lists})
+    pq.write_table(table, tmp_path / "a.parquet", store_schema=False)
+    rows = open_rows(str(tmp_path / "a.parquet"))
+    last = rows[131]
+    same = last["images"][0]["bytes"] == image  # in two steps: pytest would print the bytes
+    assert same
+    assert last["prompt"] == "131+1="
+    assert sum(len(value[0]["bytes"]) for value in rows.column("images")) == 132 * len(image)
+
+
+def test_lists_that_arrow_does_not_join_are_read_in_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [{**row, "turns": [{"role": str(n)}] * (n % 3)} for n, row in enumerate(ROWS * 40)]
+    file = write(tmp_path / "a.parquet", many)
+
+    def refuse(*arguments: object, **more: object) -> None:
+        raise pa.ArrowNotImplementedError("Nested data conversions not implemented for chunked array outputs")
+
+    monkeypatch.setattr(pq, "read_table", refuse)
+    rows = open_rows(file)
+    assert list(rows) == many
+    assert list(rows.column("turns")) == [row["turns"] for row in many]
+
+
 def test_rows_of_several_files_are_placed(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.parquet", ROWS[:2]), write(tmp_path / "b.jsonl", ROWS[2:])
     rows = open_rows([first, second])
@@ -160,6 +191,17 @@ def test_missing_files_suggest_their_neighbours(tmp_path: Path) -> None:
         open_rows(str(tmp_path / "none" / "a.parquet"))
     with pytest.raises(ValueError, match=r"data.val_files names no file"):
         open_rows([], key="data.val_files")
+
+
+def test_a_file_that_is_replaced_during_a_run_keeps_its_fingerprint(tmp_path: Path) -> None:
+    """Its rows are those that were opened: a checkpoint must not take the new file for them."""
+    file = open_file(write(tmp_path / "a.parquet", ROWS))
+    first = file.fingerprint()
+    assert file[0]
+    Path(write(tmp_path / "b.parquet", ROWS[:1])).replace(tmp_path / "a.parquet")
+    assert file.fingerprint() == first != open_file(str(tmp_path / "a.parquet")).fingerprint()
+    (tmp_path / "a.parquet").unlink()
+    assert file.fingerprint() == first
 
 
 def test_a_fingerprint_follows_the_content(tmp_path: Path) -> None:

@@ -52,6 +52,29 @@ def test_rows_with_labels_keep_their_number_and_bad_rows_are_passed_over(tmp_pat
         opened(tmp_path, rows, label_key="label")[2]
 
 
+def test_the_other_response_belongs_to_another_prompt(tmp_path):
+    """Responses to one prompt often stand together; one of them says nothing about the KL of the others."""
+    prompts = ["1=", "1=", "2=", "2=", "2="]
+    rows = [{"prompt": prompt, "response": f"{n}", "label": n % 2} for n, prompt in enumerate(prompts)]
+    items = list(opened(tmp_path, rows, label_key="label"))
+    assert [text(item.rejected) for item in items] == [
+        "1=4<eos>",
+        "1=4<eos>",
+        "2=1<eos>",
+        "2=1<eos>",
+        "2=1<eos>",
+    ]
+    alone = opened(tmp_path, rows[2:], label_key="label")
+    assert text(alone[1].rejected) == "2=2<eos>", "there is no other prompt"
+
+
+def test_tools_of_a_row_are_listed_with_both_responses(tmp_path):
+    listing = "{% for t in tools or [] %}{{ t.name }}={% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    rows = [{"prompt": f"{n}+", "response": f"{n}", "label": 1, "tools": [{"name": "7"}]} for n in (1, 2)]
+    dataset = opened(tmp_path, rows, label_key="label", chat_template=listing)
+    assert [text(dataset[1].chosen), text(dataset[1].rejected)] == ["7=2+2", "7=2+1"]
+
+
 def test_one_row_has_no_other(tmp_path):
     dataset = opened(tmp_path, [{"prompt": "1=", "response": "1", "label": 1}], label_key="label")
     with pytest.raises(ValueError, match="no other row has a response"):

@@ -218,6 +218,10 @@ def test_mixture_weights_are_checked() -> None:
     for bad in ([0, 0], [-1, 2], [float("nan"), 1]):
         with pytest.raises(ValueError, match="zero or more, and not all zero"):
             mixture([3, 5], bad, seed=0)
+    with pytest.raises(
+        ValueError, match=r"all 1000 rows of file 0 are drawn, an epoch has about 1.0e\+10 rows"
+    ):
+        mixture([1000, 1000], [1e-7, 1.0], seed=0)
 
 
 def test_orders_are_pinned() -> None:

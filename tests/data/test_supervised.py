@@ -88,6 +88,55 @@ def test_tools_and_thinking_of_a_row_reach_the_template(tmp_path: Path) -> None:
     assert decoded(TOKENIZER, sft(tmp_path, row, **settings).ids) == "ab<|im_end|>"
 
 
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
+LISTING = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+LISTING += "{% if messages[-1].role == 'assistant' %}<|im_end|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]], ids=["list", "text", "texts"]
+)
+@pytest.mark.parametrize("layout", ["conversation", "prompt", "pair", "whole pair"])
+def test_the_prompt_of_every_kind_of_row_lists_its_tools(tmp_path: Path, layout: str, tools: object) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    other = [talk[0], {"role": "assistant", "content": "c"}]
+    row = {"messages": talk, "prompt": "a", "response": "b", "tools": tools, "chosen": "b", "rejected": "c"}
+    if layout in ("conversation", "prompt"):
+        several = MultiTurnDataConfig(enable=layout == "conversation")
+        found = [sft(tmp_path, row, multiturn=several, chat_template=LISTING)]
+    else:
+        if layout == "whole pair":
+            row |= {"chosen": talk, "rejected": other}
+        key = "prompt" if layout == "pair" else None
+        file = lines(tmp_path / "a.jsonl", [row])
+        data = PairDataConfig(train_files=file, prompt_key=key, chat_template=LISTING)
+        pair = build_supervised(data, TOKENIZER)[0]
+        found = [pair.chosen, pair.rejected]
+    texts = [decoded(TOKENIZER, one.ids) for one in found]
+    assert texts == ["[find]ab<|im_end|>", "[find]ac<|im_end|>"][: len(found)]
+    assert taught(found[0]) == "b<|im_end|>"
+
+
+@pytest.mark.parametrize("tools", ["no JSON", '"find"', ["find"], {"name": "find"}])
+def test_tools_that_are_no_schemas_are_a_bad_row(tmp_path: Path, tools: object) -> None:
+    with pytest.raises(ValueError, match=r"row 0, column 'tools'.* is "):
+        sft(tmp_path, {"prompt": "a", "response": "b", "tools": tools})
+
+
+def test_a_turn_that_would_teach_to_say_nothing_is_a_bad_row(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "2+2?"}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    calls = [question, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    several = MultiTurnDataConfig(enable=True)
+    with pytest.raises(ValueError, match=r"leaves out the tool call 'add' of message 1.*data.chat_template"):
+        sft(tmp_path, {"messages": calls}, multiturn=several)
+    template = "{% for m in messages %}{{ m.content or m.tool_calls | tojson }}{% endfor %}"
+    assert "add" in taught(sft(tmp_path, {"messages": calls}, multiturn=several, chat_template=template))
+    empty = [question, {"role": "assistant", "content": ""}]
+    with pytest.raises(ValueError, match=r"message 1, of the assistant, is empty"):
+        sft(tmp_path, {"messages": empty}, multiturn=several)
+
+
 def test_plain_text_and_pretraining(tmp_path: Path) -> None:
     row = {"prompt": "2+2=", "response": "4"}
     plain = sft(tmp_path, row, apply_chat_template=False)
@@ -224,3 +273,24 @@ def test_a_class_of_the_users_and_the_loader(tmp_path: Path) -> None:
         )
         == 2
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "said"),
+    [
+        ("[1]", SftDataConfig, "is a list; a row is a dict with columns, or a Rendered"),
+        ("PreferencePair(Rendered([1], [1]), Rendered([2], [1]))", SftDataConfig, "is a PreferencePair"),
+        ("Rendered([1], [1])", PairDataConfig, "is a Rendered; a row is a dict .* or a PreferencePair"),
+    ],
+    ids=["a list", "a pair for sft", "a text for pairs"],
+)
+def test_a_class_of_the_users_with_rows_of_another_kind(tmp_path: Path, row, config, said) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from strop.data.chat import Rendered\n"
+        "from strop.data.examples import PreferencePair\n\n\n"
+        f"class Rows(list):\n    def __init__(self, *_):\n        self.append({row})\n"
+    )
+    custom = CustomClassConfig(path=str(tmp_path / "mine.py"), name="Rows")
+    dataset = build_supervised(config(train_files="a", custom_cls=custom), TOKENIZER)
+    with pytest.raises(ValueError, match=rf"row 0 of data\.custom_cls {said}"):
+        dataset.untruncated(0)

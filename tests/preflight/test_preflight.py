@@ -11,12 +11,15 @@ import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig
 
 from strop.config.compose import load
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.rollout import RolloutConfig, SpeculationConfig
+from strop.config.schema.trainer import TrainerConfig
+from strop.data.files import open_rows
 from strop.data.make import write
+from strop.data.selection import select_rows
 from strop.preflight import model_checks
 from strop.preflight.examine import examine, main, require
 from tests.config.test_seeds import COMMAND
@@ -28,6 +31,10 @@ def examined(overrides, *more):
 
 def errors(report):
     return {finding.key: finding.message for finding in report.findings if finding.level == "error"}
+
+
+def warnings(report):
+    return {finding.key: finding.message for finding in report.findings if finding.level == "warning"}
 
 
 def test_a_sound_run_is_ready_and_explained(overrides):
@@ -61,6 +68,11 @@ def test_json_for_machines(overrides, capsys):
         ("data.max_prompt_length=3", "data.train_files", ["max_prompt_length=3", "longest has 4"]),
         ("data.prompt_key=promt", "data.train_files", ["promt", "prompt"]),
         ("data.train_batch_size=65", "data.train_batch_size", ["65", "64"]),
+        (
+            "data.gen_batch_size=72 algorithm.filter_groups.enable=true",
+            "data.gen_batch_size",
+            ["72 rows per step", "64"],
+        ),
         (
             "custom_reward_function.path=/nowhere/reward.py",
             "custom_reward_function.path",
@@ -162,6 +174,29 @@ def test_what_a_good_reward_function_returned_is_told(overrides, tmp_path):
     report = examined(overrides, reward_file(tmp_path, body))
     assert report.ok
     assert report.data["reward of arithmetic"].startswith("score 1.0, length 3 for 'The preflight asks ")
+
+
+def test_values_that_the_algorithm_reads_and_no_scorer_reports(overrides, tmp_path):
+    """A run would end at its first step, after sampling."""
+    body = "def compute_score(solution_str):\n    return {'score': 1.0, 'format': 0.5}\n"
+    file = reward_file(tmp_path, body)
+    metric, parts = "algorithm.filter_groups.metric", "algorithm.gdpo_reward_keys"
+    filtered = [file, "algorithm.filter_groups.enable=true"]
+    found = warnings(examined(overrides, *filtered, f"{metric}=accuracy"))
+    assert found[metric].startswith("the scorer of arithmetic reports format, score, not 'accuracy'")
+    assert metric in warnings(examined(overrides, *filtered, f"{metric}=acc"))
+    dapo = "reward_model.reward_manager=dapo"
+    assert metric not in warnings(examined(overrides, *filtered, dapo, f"{metric}=acc"))
+    for known in ("score", "seq_reward", "format", "null"):
+        assert metric not in warnings(examined(overrides, *filtered, f"{metric}={known}"))
+    assert metric not in warnings(examined(overrides, file, f"{metric}=accuracy"))
+    gdpo = [file, "algorithm.adv_estimator=gdpo"]
+    assert "not 'style'" in warnings(examined(overrides, *gdpo, f"{parts}=[format,style]"))[parts]
+    assert parts not in warnings(examined(overrides, *gdpo, f"{parts}=[format,score]"))
+    penalty = ["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=2"]
+    logged = [*gdpo, *penalty, f"{parts}=[overlong_reward]"]
+    assert parts in warnings(examined(overrides, *logged))
+    assert parts not in warnings(examined(overrides, *logged, "reward_model.overlong_buffer.log=true"))
 
 
 @pytest.mark.parametrize("key", ["default_local_dir", "rollout_data_dir", "validation_data_dir"])
@@ -385,3 +420,85 @@ def test_fp8_needs_a_device_that_has_it(monkeypatch, answer, message):
         found = model_checks.quantization_findings("rollout", cache, device)
         assert [finding.key for finding in found] == ["rollout.kv_cache_dtype"] * bool(missing)
         assert all("kv_cache_dtype=auto" in finding.message for finding in found)
+
+
+def test_a_gpu_that_does_not_tell_its_memory_is_no_error(monkeypatch):
+    """nvidia-smi answers so where GPU and host share their memory (DGX Spark, Jetson)."""
+    monkeypatch.setattr(model_checks, "_query_gpu", lambda fields: "NVIDIA GB10, [N/A]")
+    assert model_checks.local_device(TrainerConfig(device="cuda")) is None
+    assert model_checks.local_device(TrainerConfig()).is_cpu
+    assert not model_checks.quantization_findings("rollout", RolloutConfig(quantization="fp8"), "cuda")
+
+
+def test_a_template_with_a_token_that_the_model_does_not_know(overrides, task, tmp_path):
+    shutil.copytree(task / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["<user>"])
+    tokenizer.chat_template = "<user>" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "model")
+    found = errors(examined(overrides, f"actor_rollout_ref.model.path={tmp_path}/model"))
+    told = "'<user>' of the tokenizer is token 17, but the model knows 17 tokens"
+    assert told in found["actor_rollout_ref.model.path"]
+
+
+OWN_ROWS = """
+class Rows:
+    def __init__(self, files, tokenizer, config):
+        self.texts = open(files).read().split()
+    def __len__(self):
+        return len(self.texts)
+    def __getitem__(self, row):
+        return {"prompt": self.texts[row], "data_source": "arithmetic", "reward_model": {"ground_truth": "3"}}
+"""
+
+
+def test_a_data_set_of_ones_own_reads_files_of_any_kind(overrides, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_ROWS)
+    (tmp_path / "sums.txt").write_text("1+2=\n" * 16)
+    own = (f"data.custom_cls.path={tmp_path}/mine.py", "data.custom_cls.name=Rows", "data.val_files=null")
+    report = examined(overrides, *own, f"data.train_files={tmp_path}/sums.txt")
+    assert report.ok and report.plan.steps_per_epoch == 2, errors(report)
+    assert report.data["data sources"] == "arithmetic (16 rows)" and "reward of arithmetic" in report.data
+    (tmp_path / "sums.txt").write_text("1+2=\n" * 15 + "1+2+3+4+5+6+7=\n")
+    found = errors(examined(overrides, *own, f"data.train_files={tmp_path}/sums.txt"))
+    assert "1 of 16 prompts are over data.max_prompt_length=8" in found["data.train_files"]
+    found = errors(examined(overrides, *own, f"data.train_files={tmp_path}/nowhere.txt"))
+    assert "FileNotFoundError" in found["data.train_files"]
+
+
+EMPTY_PROMPTS = """
+from strop.types import Prompt
+
+class Rows(list):
+    def __init__(self, files, tokenizer, config):
+        for row in range(16):
+            ids = [] if row in (5, 9) else [3, 4]
+            self.append(Prompt(index=row, ids=ids, messages=[], data_source="arithmetic", ground_truth="3"))
+"""
+
+
+def test_finished_prompts_without_tokens_are_found(overrides, tmp_path):
+    (tmp_path / "mine.py").write_text(EMPTY_PROMPTS)
+    own = (f"data.custom_cls.path={tmp_path}/mine.py", "data.custom_cls.name=Rows", "data.val_files=null")
+    found = errors(examined(overrides, *own))
+    assert "2 prompts have no tokens at all; the first: row 5" in found["data.train_files"]
+
+
+def test_only_rows_that_the_run_reads_are_checked(overrides, task, tmp_path):
+    """Rows behind data.train_max_samples and files of weight 0 are not; a mixture repeats small files."""
+    good = pyarrow.parquet.read_table(task / "data/train.parquet").to_pylist()
+    long = {**good[0], "prompt": [{"role": "user", "content": "1+2+3+4+5+6+7="}], "data_source": "unknown"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*good, long]), tmp_path / "long.parquet")
+    file = f"data.train_files={tmp_path}/long.parquet"
+    assert "1 of 65 prompts" in errors(examined(overrides, file))["data.train_files"]
+    first = ("data.train_max_samples=32", "data.shuffle=false")
+    report = examined(overrides, file, *first)
+    assert report.ok and report.plan.steps_per_epoch == 4 and "unknown" not in report.data["data sources"]
+    both = f"data.train_files=[{task}/data/train.parquet,{tmp_path}/long.parquet]"
+    report = examined(overrides, both, "data.prompt_probs=[1,0]")
+    assert report.ok and report.plan.steps_per_epoch == 8
+    both = f"data.train_files=[{task}/data/train.parquet,{task}/data/test.parquet]"
+    config = load("ppo_trainer", [*overrides, both, "data.prompt_probs=[0.95,0.05]"]).config
+    drawn = select_rows(config.data, open_rows(config.data.train_files), "train")
+    report = examined(overrides, both, "data.prompt_probs=[0.95,0.05]")
+    assert len(drawn) > 200 and report.plan.steps_per_epoch == len(drawn) // 8
