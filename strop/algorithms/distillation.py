@@ -1,7 +1,9 @@
-"""On-policy distillation: a per-token advantage from the log-probs of a teacher.
+"""On-policy distillation: a per-token advantage or loss from the log-probs of a teacher.
 
 For a token a that the policy pi sampled, g = log pi_teacher(a) - log pi(a). Its mean under the policy is
-minus the reverse KL divergence KL(pi, pi_teacher), so g is a reward whose maximum is the teacher itself.
+minus the reverse KL divergence KL(pi, pi_teacher), so g is a reward whose maximum is the teacher itself. It
+is one sample of a difference of two distributions; a divergence over the teacher's likeliest tokens says
+which other tokens should become likelier, too.
 """
 
 from __future__ import annotations
@@ -38,3 +40,24 @@ def discounted_gain(gain: Tensor, mask: Tensor, *, discount: float) -> Tensor:
         total[:, column] = torch.where(trained[:, column], here, 0.0)
         following = torch.where(trained[:, column], here, following)
     return total
+
+
+def forward_kl_topk(
+    log_probs: Tensor, teacher_log_probs: Tensor, *, min_log_prob: float | None = None
+) -> Tensor:
+    """sum_k p_k (log p_k - log q_k) per token [B, T] over the teacher's likeliest tokens, at least 0: p of
+    the teacher, q of the policy, both [B, T, k]. Log-probs below `min_log_prob` count as that. Tokens that
+    one of both does not have, with a log-prob of -inf, are left out."""
+    if log_probs.shape != teacher_log_probs.shape:
+        raise ValueError(
+            f"log_probs {tuple(log_probs.shape)} and teacher_log_probs {tuple(teacher_log_probs.shape)} must "
+            "have one shape [batch, tokens, k]."
+        )
+    missing = log_probs.isneginf() | teacher_log_probs.isneginf()
+    log_probs = log_probs.masked_fill(missing, 0.0)
+    teacher_log_probs = teacher_log_probs.masked_fill(missing, 0.0)
+    if min_log_prob is not None:
+        log_probs = log_probs.clamp(min=min_log_prob)
+        teacher_log_probs = teacher_log_probs.clamp(min=min_log_prob)
+    divergence = (teacher_log_probs.exp() * (teacher_log_probs - log_probs)).sum(-1)
+    return divergence.clamp(min=0.0)  # parts of distributions: their divergence may be negative

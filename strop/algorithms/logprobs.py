@@ -154,11 +154,11 @@ class _FromHidden(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[at] = narrow @ weight
             if wants_weight:
-                grad_weight = _add_product(grad_weight, narrow.T, hidden[at], exact)
+                grad_weight = add_product(grad_weight, narrow.T, hidden[at], exact)
             del narrow
         if wants_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None, None
+        return grad_hidden, cast_like(grad_weight, weight), cast_like(grad_bias, bias), None, None, None, None
 
 
 def _kernels(hidden: Tensor) -> ModuleType | None:
@@ -227,7 +227,7 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         return torch.nn.functional.linear(hidden, weight, bias)
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """total + a @ b in `dtype`, because it is summed over many chunks. 16-bit numbers on a GPU are added by
     the matrix product, which sums in float32 anyway."""
     wide = a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
@@ -242,7 +242,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype)
     return total
 
 
-def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+def cast_like(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     if gradient is None or like is None:
         return gradient
     return gradient.to(like.dtype)

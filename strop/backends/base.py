@@ -27,6 +27,12 @@ class Outputs:
     observed_entropy: Tensor | None = None
     """Entropy without a gradient: a metric costs the backward pass nothing."""
     sum_pi_squared: Tensor | None = None
+    top_ids: Tensor | None = None
+    """[b, T, topk], the likeliest tokens at the place of each response token."""
+    top_log_probs: Tensor | None = None
+    """[b, T, topk], their log-probs."""
+    student_top_log_probs: Tensor | None = None
+    """[b, T, k], log-probs of the tokens in Batch.teacher_top_ids."""
     values: Tensor | None = None
     scores: Tensor | None = None
     """[b], a reward model's score of each whole sequence."""
@@ -92,6 +98,8 @@ class BackendSettings:
     """Activations wait for the backward pass in host memory."""
     router_replay: str = "disabled"
     """Which passes send tokens to the experts that the batch names. R2: updates; R3: `forward` too."""
+    topk: int = 0
+    """Tokens of the outputs top_ids and top_log_probs."""
     compat: Compat = None
     """The framework whose learning-rate schedules to follow."""
     on_out_of_memory: Callable[[], bool] = nothing_to_release

@@ -214,7 +214,9 @@ def suspects(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[list[int], li
         if table is None or not table.is_floating_point() or table.dim() == 0:
             continue
         strange = ~table.detach().cpu().isfinite()
-        if table.dim() == 2:
+        if table.dim() > 2:
+            strange = strange.flatten(2).all(-1)  # -inf: a token that the model does not have
+        if strange.dim() == 2:
             rows = (strange & (batch.mask.cpu() != 0)).any(-1)
         else:
             rows = strange

@@ -362,7 +362,9 @@ def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[s
 def load_optimizer_state(
     optimizer: Optimizer, named: Mapping[str, Tensor], state: Mapping[str, Mapping[str, object]]
 ) -> None:
-    """The reverse of `optimizer_state`; tensors are copied to the device of their parameter."""
+    """The reverse of `optimizer_state`; tensors are copied to the device of their parameter, those of torch
+    and Muon also to its precision, which may be another one than before. Other optimizers have their own."""
+    follows = isinstance(optimizer, Muon) or type(optimizer).__module__.startswith("torch.optim")
     for name, tensor in named.items():
         if name not in state:
             optimizer.state.pop(tensor, None)
@@ -371,7 +373,11 @@ def load_optimizer_state(
         for key, value in state[name].items():
             if isinstance(value, Tensor):
                 value = value.detach().clone()
+                if follows and key != "step" and value.is_floating_point():
+                    value = value.to(tensor.dtype)
             loaded[key] = value
+        if follows and optimizer.defaults.get("amsgrad") and "max_exp_avg_sq" not in loaded:
+            raise ValueError("The saved optimizer state is one of amsgrad=false. Take amsgrad out again.")
         optimizer.state[tensor] = _on_device(optimizer, loaded, tensor.device)
 
 

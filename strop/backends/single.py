@@ -128,6 +128,9 @@ class ModuleBackend(ABC):
 
         try:
             return self.oom_retry.run(micro, batch.lengths, attempt, again=fresh)
+        except BaseException:  # after some micro-batches: an update would be that of a part of the batch
+            self.weights.clear_gradients()
+            raise
         finally:
             if self.module in routings:
                 end_routing(self.module)
@@ -151,6 +154,7 @@ class ModuleBackend(ABC):
             packed=self._packed,
             attention=self.settings.attention,
             slicing=self.slicing,
+            topk=self.settings.topk,
         )
 
     def _saved_activations(self) -> AbstractContextManager[object]:
@@ -161,8 +165,7 @@ class ModuleBackend(ABC):
         with self._saved_activations():
             outputs = Outputs(**self._outputs(piece, want))
             value, sums = loss(outputs, on_device(piece, self.device))
-        scaled = value if self.scaling is None else value * self.scaling.value
-        scaled.backward()
+        (value if self.scaling is None else value * self.scaling.value).backward()
         return value.detach(), {name: number.detach() for name, number in sums.items()}
 
     def _refuse_loss(
@@ -347,7 +350,7 @@ class SingleBackend(ModuleBackend):
 
     def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         self._set_mode(training=False)
-        tables = empty_tables(batch, want, self.module)
+        tables = empty_tables(batch, want, self.module, topk=self.settings.topk)
         with torch.no_grad():
             for rows in partition(batch, micro):
                 for name, found in self._outputs(batch.select(rows), want).items():
@@ -370,7 +373,6 @@ class SingleBackend(ModuleBackend):
         # Read once at the end: reading each loss would make the device wait for every micro-batch.
         found = torch.stack(losses).float().cpu()
         if not found.isfinite().all():
-            self.weights.clear_gradients()
             self._refuse_loss(batch, want, parts, found)
         return sum_reports(reports)
 

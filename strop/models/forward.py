@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from strop.algorithms import top_tokens
 from strop.algorithms.frozen_head import frozen_head_logprobs
 from strop.algorithms.logprobs import head_logits, token_logprobs_from_hidden
 from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
@@ -26,7 +27,15 @@ from strop.models.heads import scalar_head
 from strop.models.layouts.check import runs_packed
 from strop.models.layouts.routing import auxiliary_loss, begin_routing, recorded_experts, routings
 from strop.models.lora import decoder_of
-from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
+from strop.models.packing import (
+    NOTHING,
+    Inputs,
+    RankShare,
+    lay_out,
+    rectangle,
+    response_states,
+    without_last,
+)
 from strop.models.sequence_parallel import Slicing
 from strop.models.vision.passes import images_in, lay_out_images
 from strop.types import Batch, Images
@@ -36,6 +45,8 @@ if TYPE_CHECKING:
 
 LANGUAGE = ("log_probs", "entropy", "observed_entropy", "sum_pi_squared")
 """Outputs of a language model."""
+TOP = ("top_ids", "top_log_probs", "student_top_log_probs")
+"""Outputs of a language model with several numbers per token."""
 SCALAR = ("values", "scores")
 """Outputs of a value or reward model."""
 _LOGITS = {"cpu": 2**26, "cuda": 2**28}
@@ -52,6 +63,7 @@ def response_outputs(
     attention: str | None = None,
     chunk: int | None = None,
     slicing: Slicing | None = None,
+    topk: int = 0,
 ) -> dict[str, Tensor]:
     """The outputs named in `want`, [B, T] in float32 on the model's device, with gradients where the model
     has them.
@@ -60,10 +72,13 @@ def response_outputs(
     `want` may name log_probs, entropy, observed_entropy (the same without a gradient, so that the backward
     pass does not compute its slope) and sum_pi_squared (no gradient) of a language model, at `temperature`;
     values of a value model; scores of a reward model, [B] and alone; auxiliary, the scalar load-balancing
-    loss of a mixture of experts; experts, those that it chose. `packed`: None packs where the model can; True
-    only after `runs_packed`, which prepares the model. `attention`: the function of the padded layout; None:
-    sdpa, or eager where sdpa leaves something out. `chunk`: rows of logits at a time (None: 256 MiB on a CPU,
-    1 GiB on a GPU). With `slicing` the ranks of a group share the row, and each gets all outputs.
+    loss of a mixture of experts; experts, those that it chose; top_ids and top_log_probs, both and alone with
+    log_probs: the `topk` likeliest tokens [B, T, topk], no gradient; student_top_log_probs, those of the
+    tokens batch.teacher_top_ids [B, T, k], -inf of those beyond the vocabulary. `packed`: None packs where
+    the model can; True only after `runs_packed`, which prepares the model. `attention`: the function of the
+    padded layout; None: sdpa, or eager where sdpa leaves something out. `chunk`: rows of logits at a time
+    (None: 256 MiB on a CPU, 1 GiB on a GPU). With `slicing` the ranks of a group share the row, and each
+    gets all outputs.
     """
     _refuse_unknown(want)
     if "scores" in want:
@@ -91,17 +106,31 @@ def response_outputs(
     else:
         names = [name for name in want if name in LANGUAGE]
         head = _LanguageHead(model, share.states, share.labels, names, temperature, chunk)
+        head.top = [name for name in want if name in TOP]
+        head.topk = topk
+        if "student_top_log_probs" in want:
+            assert batch.teacher_top_ids is not None
+            ids, foreign = top_tokens.known_tokens(batch.teacher_top_ids, len(head.module.weight))
+            head.ids = share.rows_of(ids.to(device).flatten(0, 1)[cells].long())
     options = {"output_router_logits": True} if counted else {}
     records = "experts" in want
     if records or batch.experts is not None or model in routings:
         begin_routing(model, batch, inputs, records=records)
     result, output = _run(model, share.inputs, head, attention, options)
     found = {}
-    for name, column in zip(head.names, share.join(result).unbind(-1), strict=True):
+    joined = share.join(result)
+    single = len(head.names)
+    for name, column in zip(head.names, joined[:, :single].unbind(-1), strict=True):
         if name in ("sum_pi_squared", "observed_entropy"):
             column = column.detach()
         numbers = torch.zeros(batch.mask.numel(), dtype=torch.float32, device=device)
         found[name] = numbers.index_put((cells,), column.float()).view(batch.mask.shape)
+    for name, part in zip(head.top, joined[:, single:].chunk(max(1, len(head.top)), dim=-1)):
+        numbers = torch.zeros(batch.mask.numel(), part.shape[1], dtype=torch.float32, device=device)
+        table = numbers.index_put((cells,), part.float()).view(*batch.mask.shape, part.shape[1])
+        found[name] = table.int() if name == "top_ids" else table
+    if "student_top_log_probs" in want:
+        found["student_top_log_probs"].masked_fill_(foreign.to(device), -torch.inf)
     if counted:
         found["auxiliary"] = auxiliary_loss(model, output)
     if "experts" in want:
@@ -114,7 +143,7 @@ def _laid_out(model: nn.Module, table: Tensor, images: Sequence[Images] | None, 
 
 
 def _refuse_unknown(want: Sequence[str]) -> None:
-    known = [*LANGUAGE, *SCALAR, "auxiliary", "experts"]
+    known = [*LANGUAGE, *TOP, *SCALAR, "auxiliary", "experts"]
     unknown = sorted(set(want) - set(known))
     if unknown or not set(want) - {"auxiliary", "experts"}:
         raise ValueError(f"A model cannot answer {unknown or list(want)}; it can answer {known}.")
@@ -138,53 +167,6 @@ def sequence_scores(
     share = RankShare(last, last, inputs, slicing)
     result, _ = _run(model, share.inputs, _ScalarHead(model, share.states), attention, {})
     return share.join(result).squeeze(-1)
-
-
-# --- what a pass computes -----------------------------------------------------------------------------------
-
-
-def response_states(batch: Batch, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat places of the states before each response token, the tokens, and their cells of [B, T]."""
-    prompts = batch.prompt_lengths.cpu()[:, None]
-    empty = (prompts < 1).flatten().nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(
-            f"Row {empty[0]} has an empty prompt: its first token has no state before it. Begin it with a "
-            "BOS token."
-        )
-    lengths = (table != NOTHING).sum(1, keepdim=True)
-    responses = lengths - prompts
-    width = batch.mask.shape[1]
-    assert int(responses.min()) >= 0 and int(responses.max()) <= width, (responses.flatten().tolist(), width)
-    at = torch.arange(table.shape[1])
-    before = (at >= prompts - 1) & (at < lengths - 1)
-    cells = (torch.arange(width) < responses).flatten().nonzero().flatten()
-    return places[before[:, : places.shape[1]]], table[(at >= prompts) & (at < lengths)], cells
-
-
-class RankShare:
-    """What of a pass this rank computes: all of it, or what is in its slice of the row."""
-
-    def __init__(self, states: Tensor, labels: Tensor, inputs: Inputs, slicing: Slicing | None):
-        self.states = states
-        self.labels = labels
-        self.inputs = inputs
-        self.slicing = slicing
-        if slicing is None:
-            return
-        self.count = len(states)
-        self.chosen, self.states = slicing.own(states, inputs.ids.shape[1])
-        self.labels = labels[self.chosen]
-        if not len(self.chosen):  # one output that is not used: see Slicing.joined
-            self.states = states.new_zeros(1)
-            self.labels = labels.new_zeros(1)
-        self.inputs = inputs.sliced(slicing)
-
-    def join(self, result: Tensor) -> Tensor:
-        """The results of all ranks."""
-        if self.slicing is None:
-            return result
-        return self.slicing.joined(result, self.chosen, self.count)
 
 
 # --- the pass -----------------------------------------------------------------------------------------------
@@ -224,6 +206,8 @@ class OutputHead:
 
     module: nn.Linear
     names: Sequence[str]
+    top: Sequence[str] = ()
+    """Outputs with several columns each, after those of `names`."""
     after: Callable[[], Tensor] | None = None
     """Gives the outputs [n, outputs] once the pass is over, where they are not the output of the head
     itself."""
@@ -247,6 +231,11 @@ class _ScalarHead(OutputHead):
 
 
 class _LanguageHead(OutputHead):
+    topk = 0
+    """Tokens of top_ids and top_log_probs."""
+    ids: Tensor | None = None
+    """[n, k], the tokens of student_top_log_probs."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -293,25 +282,39 @@ class _LanguageHead(OutputHead):
                     logits = head_logits(part, weight, bias)
                     parts.append(sum_pi_squared(logits, temperature=self.temperature))
             squares = torch.cat(parts)
-        return _as_output(self._columns(log_probs, entropy, squares))
+        columns = self._columns(log_probs, entropy, squares)
+        if self.ids is not None:
+            found = top_tokens.log_probs_of_tokens(picked, weight, self.ids, **asked)
+            columns = torch.cat([columns, found], dim=-1)
+        elif self.top:
+            columns = torch.cat([columns, *top_tokens.top_tokens(picked, weight, self.topk, **asked)], dim=-1)
+        return _as_output(columns)
 
     def _from_own_logits(self) -> Tensor:
         """For heads that cap, scale or otherwise change logits: the model's own logits, computed again in the
         backward pass."""
         pieces = []
-        for hidden, labels in zip(self.picked.split(self.chunk), self.labels.split(self.chunk), strict=True):
-            pieces.append(checkpoint(self._of_own_logits, hidden, labels, use_reentrant=False))
+        for start in range(0, max(1, len(self.picked)), self.chunk):
+            at = slice(start, start + self.chunk)
+            parts = (self.picked[at], self.labels[at], None if self.ids is None else self.ids[at])
+            pieces.append(checkpoint(self._of_own_logits, *parts, use_reentrant=False))
         return torch.cat(pieces)
 
-    def _of_own_logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _of_own_logits(self, hidden: Tensor, labels: Tensor, ids: Tensor | None) -> Tensor:
         logits = own_logits(self.model, hidden)
         log_probs, entropy = token_statistics(
             logits, labels, temperature=self.temperature, want_entropy=self.want_entropy
         )
-        squares = None
-        if "sum_pi_squared" in self.names:
-            squares = sum_pi_squared(logits, temperature=self.temperature)
-        return self._columns(log_probs, entropy, squares)
+        wanted = "sum_pi_squared" in self.names
+        squares = sum_pi_squared(logits, temperature=self.temperature) if wanted else None
+        columns = self._columns(log_probs, entropy, squares)
+        if ids is not None:
+            found = top_tokens.log_probs_in_logits(logits, ids, temperature=self.temperature)
+            return torch.cat([columns, found], dim=-1)
+        if self.top:
+            top = top_tokens.top_of_logits(logits, self.topk, temperature=self.temperature)
+            return torch.cat([columns, *top], dim=-1)
+        return columns
 
     def _columns(self, log_probs: Tensor, entropy: Tensor | None, squares: Tensor | None) -> Tensor:
         found = {

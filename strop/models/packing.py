@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from strop.models.sequence_parallel import Slicing
-from strop.types import Images
+from strop.types import Batch, Images
 
 NOTHING = -1
 """Fills a table of token ids behind the end of a sequence."""
@@ -96,6 +96,56 @@ def without_last(table: Tensor) -> Tensor:
     cut = table.scatter(1, ends, NOTHING)
     cut[:, 0] = table[:, 0]
     return cut[:, : max(1, table.shape[1] - 1)]
+
+
+def response_states(batch: Batch, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat places of the states before each response token, the tokens, and their cells of [B, T]."""
+    prompts = batch.prompt_lengths.cpu()[:, None]
+    empty = (prompts < 1).flatten().nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"Row {empty[0]} has an empty prompt: its first token has no state before it. Begin it with a "
+            "BOS token."
+        )
+    lengths = (table != NOTHING).sum(1, keepdim=True)
+    responses = lengths - prompts
+    width = batch.mask.shape[1]
+    assert int(responses.min()) >= 0 and int(responses.max()) <= width, (responses.flatten().tolist(), width)
+    at = torch.arange(table.shape[1])
+    before = (at >= prompts - 1) & (at < lengths - 1)
+    cells = (torch.arange(width) < responses).flatten().nonzero().flatten()
+    return places[before[:, : places.shape[1]]], table[(at >= prompts) & (at < lengths)], cells
+
+
+class RankShare:
+    """What of a pass this rank computes: all of it, or what is in its slice of the row."""
+
+    def __init__(self, states: Tensor, labels: Tensor, inputs: Inputs, slicing: Slicing | None):
+        self.states = states
+        self.labels = labels
+        self.inputs = inputs
+        self.slicing = slicing
+        if slicing is None:
+            return
+        self.count = len(states)
+        self.chosen, self.states = slicing.own(states, inputs.ids.shape[1])
+        self.labels = labels[self.chosen]
+        if not len(self.chosen):  # one output that is not used: see Slicing.joined
+            self.states = states.new_zeros(1)
+            self.labels = labels.new_zeros(1)
+        self.inputs = inputs.sliced(slicing)
+
+    def rows_of(self, table: Tensor) -> Tensor:
+        """The rows [n, k] of a table that belong to `states`."""
+        if self.slicing is None:
+            return table
+        return table[self.chosen] if len(self.chosen) else table.new_zeros(1, table.shape[1])
+
+    def join(self, result: Tensor) -> Tensor:
+        """The results of all ranks."""
+        if self.slicing is None:
+            return result
+        return self.slicing.joined(result, self.chosen, self.count)
 
 
 def _alphabetical(table: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from strop.algorithms.distillation import forward_kl_topk
 from strop.backends.base import MicroBatching
 from strop.backends.fsdp.backend import FsdpBackend
 from strop.backends.offload import is_weight
@@ -183,3 +184,45 @@ def test_muon_trains_alike():
     found = weights(many)
     for name, weight in weights(one).items():
         assert (weight - found[name]).abs().max() <= 2e-4, name
+
+
+@pytest.mark.parametrize("shares", [1, 2], ids=["own rows", "shared rows"])
+def test_the_likeliest_tokens_of_a_teacher_reach_all_ranks(shares):
+    """Ids and log-probs of a frozen model, and a loss on a student's log-probs of the same tokens."""
+    want = ["log_probs", "top_ids", "top_log_probs"]
+    micro = MicroBatching(rows=2)
+    batch = tiny_batch()
+    one = single(tiny_model(), optim=optim(), topk=3)
+    many = sharded(tiny_model(), ranks=here(), optim=optim(), topk=3, sequence_parallel=shares)
+    expected, found = (backend.forward(batch, want, micro) for backend in (one, many))
+    assert torch.equal(found.top_ids, expected.top_ids)
+    torch.testing.assert_close(found.top_log_probs, expected.top_log_probs, rtol=1e-4, atol=1e-5)
+    taught = batch.replace(teacher_top_ids=expected.top_ids, teacher_top_log_probs=expected.top_log_probs)
+
+    def loss(outputs, piece):
+        weights = torch.arange(3) * piece.mask[..., None]
+        return (outputs.student_top_log_probs * weights).sum(), {}
+
+    for backend in (one, many):
+        backend.forward_backward(taught, ["log_probs", "student_top_log_probs"], loss, micro)
+    gap = (flat_gradient(many) - flat_gradient(one)).abs().max()
+    assert gap <= 1e-5 * flat_gradient(one).abs().max()
+
+
+@pytest.mark.parametrize("way", [{}, {"sequence_parallel": 2}, {"tensor_parallel": 2}], ids=str)
+def test_a_token_that_only_the_teacher_has_is_left_out_on_all_ranks(way):
+    ids = torch.randint(0, 61, (*tiny_batch().mask.shape, 3), generator=torch.Generator().manual_seed(0))
+    ids[:, :, 1] = 61
+    log_probs = torch.tensor([0.5, 0.3, 0.2]).log().expand(ids.shape)
+    taught = tiny_batch().replace(teacher_top_ids=ids.int(), teacher_top_log_probs=log_probs)
+
+    def loss(outputs, piece):
+        divergence = forward_kl_topk(outputs.student_top_log_probs, piece.teacher_top_log_probs)
+        return (divergence * piece.mask).sum(), {}
+
+    one = single(tiny_model(), optim=optim())
+    many = sharded(tiny_model(), ranks=here(), optim=optim(), **way)
+    for backend in (one, many):
+        backend.forward_backward(taught, ["log_probs", "student_top_log_probs"], loss, MicroBatching(rows=2))
+    gap = (flat_gradient(many) - flat_gradient(one)).abs().max()
+    assert flat_gradient(one).abs().max() > 0 and gap <= 1e-5 * flat_gradient(one).abs().max()

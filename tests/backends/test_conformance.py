@@ -18,7 +18,7 @@ from torch import Tensor
 from strop.backends import BACKENDS, backend_class
 from strop.backends.base import Backend, MicroBatching, Outputs
 from strop.backends.fsdp.sharded import whole
-from strop.backends.micro_batches import NonFiniteLoss
+from strop.backends.micro_batches import NonFiniteLoss, suspects
 from strop.backends.single import SingleBackend
 from strop.config.schema.model import OptimConfig
 from strop.models.checkpointing import Checkpointing, checkpoint_activations
@@ -192,6 +192,15 @@ def test_weights_that_are_not_finite_are_traced_to_the_models_outputs(make):
     assert caught.value.rows == [1]
 
 
+def test_one_token_that_a_model_does_not_have_makes_no_row_suspect():
+    """Its log-prob is -inf, and losses leave it out."""
+    batch = tiny_batch()
+    top = torch.zeros(*batch.mask.shape, 2)
+    top[1, 0, 0] = -torch.inf
+    top[2, 0] = torch.nan
+    assert suspects(batch, {"student_top_log_probs": top}) == ([2], ["student_top_log_probs"])
+
+
 def test_norms_and_biases_are_not_decayed(make):
     model = tiny_model("qwen2")  # has biases
     backend = make(model, optim=optim(weight_decay=0.1, lr=0.1))
@@ -245,6 +254,60 @@ def test_bf16_log_probs_are_near_fp32(make):
         for d in (torch.bfloat16, torch.float32)
     )
     assert (narrow.log_probs - wide.log_probs).abs().mean() < 0.05 and narrow.log_probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon"])
+def test_a_run_resumes_with_masters_of_another_precision(make, name):
+    settings = optim(optimizer=name)
+    wide = make(tiny_model(), optim=settings)
+    narrow = make(tiny_model(), optim=settings, compute=torch.bfloat16, master=torch.bfloat16)
+    train(wide, 2)
+    narrow.load_state_dict(copy.deepcopy(wide.state_dict()))
+    for (key, weight), own in zip(wide.module.named_parameters(), narrow.module.parameters()):
+        torch.testing.assert_close(own.float(), weight, rtol=2**-8, atol=0, msg=key)
+    before = {key: weight.detach().clone() for key, weight in narrow.module.named_parameters()}
+    train(narrow, 1)
+    wide.load_state_dict(copy.deepcopy(narrow.state_dict()))
+    train(wide, 1)
+    for key, weight in wide.module.named_parameters():
+        assert weight.isfinite().all() and not torch.equal(weight, before[key].float()), key
+
+
+WIDE_STATE = """
+import torch
+
+class WideAverage(torch.optim.Optimizer):
+    def __init__(self, params, lr, **_):
+        super().__init__(params, {"lr": lr, "amsgrad": True})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                average = self.state[weight].setdefault("average", torch.zeros_like(weight, dtype=torch.float32))
+                average.lerp_(weight.grad.float(), 0.1)
+                weight.sub_(group["lr"] * average)
+"""
+
+
+def test_another_optimizer_keeps_the_precision_of_its_state(tmp_path):
+    (tmp_path / "wide.py").write_text(WIDE_STATE)
+    settings = optim(optimizer="WideAverage", optimizer_impl=str(tmp_path / "wide.py"))
+    narrow = {"optim": settings, "compute": torch.bfloat16, "master": torch.bfloat16}
+    first, second = single(tiny_model(), **narrow), single(tiny_model(), **narrow)
+    train(first, 2)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    states = (backend.state_dict()["optimizer"] for backend in (first, second))
+    for expected, found in zip(*(state.values() for state in states), strict=True):
+        assert found["average"].dtype == torch.float32 and torch.equal(found["average"], expected["average"])
+
+
+def test_a_state_without_what_amsgrad_needs_is_refused(make):
+    plain = make(tiny_model(), optim=optim())
+    train(plain, 1)
+    other = make(tiny_model(), optim=optim(override_optimizer_config={"amsgrad": True}))
+    with pytest.raises(ValueError, match="amsgrad=false"):
+        other.load_state_dict(plain.state_dict())
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

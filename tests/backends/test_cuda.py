@@ -41,6 +41,28 @@ def test_packed_equals_padded(family, dtype):
     assert (packed - exact).abs().mean() < 1.2 * (padded - exact).abs().mean() + 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_log_probs_of_several_tokens_are_those_of_each_of_them(dtype):
+    """The kernels of one token per position, and the distillation's function for several, with gradients."""
+    batch = tiny_batch()
+    model = tiny_model().cuda().to(dtype)
+    labels = torch.zeros(*batch.mask.shape, 1, dtype=torch.int32)
+    for row, (sequence, prompt) in enumerate(zip(batch.sequences, batch.prompt_lengths.tolist())):
+        labels[row, : len(sequence) - prompt, 0] = sequence[prompt:]
+    found = response_outputs(
+        model, batch.replace(teacher_top_ids=labels), ["log_probs", "student_top_log_probs"], chunk=5
+    )
+    own, several = found["log_probs"], found["student_top_log_probs"][..., 0]
+    torch.testing.assert_close(several, own, rtol=1e-5, atol=1e-5)
+    gradients = []
+    for table in (own, several):
+        model.zero_grad()
+        table.sum().backward(retain_graph=True)
+        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
+    difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
+    assert difference < (1e-5 if dtype == torch.float32 else 0.02)
+
+
 def test_the_variable_length_kernel_is_used():
     assert plain_kernel() is not None, "this torch has no kernel that knows windows"
 

@@ -3,6 +3,7 @@ the reward of the task."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -11,21 +12,22 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 import torch
 
-from strop.backends.base import MicroBatching
+from strop.backends.base import BackendSettings, MicroBatching
 from strop.backends.single import SingleBackend
 from strop.config.compose import load
 from strop.config.derived import objective, resource_pools, roles
 from strop.config.rules import check
 from strop.config.schema.distillation import DistillationConfig
 from strop.ppo.build import build_ppo
-from strop.ppo.teacher import TeacherServer, parse_log_probs
-from strop.preflight.model_checks import teacher_tokenizer_findings
+from strop.ppo.teacher import TeacherServer, parse_log_probs, parse_top_tokens
+from strop.preflight.model_checks import teacher_tokenizer_findings, topk_findings
 from strop.ranks import Ranks
 from tests.http_servers import PatientServer
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.ppo.runs import run
 
 SECTION = "algorithm.distillation"
+LOSS = ["use_policy_gradient=false", "loss_mode=forward_kl_topk"]
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +104,96 @@ def _advantages(overrides):
     return found[0]
 
 
+# --- A loss of its own --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "factor"), [("forward_kl_topk", 0.3), ("k3", 0.6)], ids=["forward_kl_topk", "k3"]
+)
+def test_the_student_approaches_the_teacher_by_a_loss(distilled, mode, factor):
+    """Two updates per step: the second is not on-policy."""
+    steps = run(
+        distilled,
+        f"{SECTION}.use_policy_gradient=false",
+        f"{SECTION}.loss_mode={mode}",
+        f"{SECTION}.topk=4",
+        f"{SECTION}.task_reward=false",
+        "data.val_files=null",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "trainer.total_training_steps=10",
+    )
+    assert steps[10]["distillation/loss"] < factor * steps[1]["distillation/loss"]
+    assert steps[1]["actor/active_rows"] == 1.0  # advantages of 0 leave no row out
+    if mode == "forward_kl_topk":
+        assert 0 < steps[1]["distillation/student_mass"] < steps[10]["distillation/student_mass"] <= 1
+        assert 0 < steps[1]["distillation/teacher_mass"] <= 1
+
+
+def test_a_teacher_may_be_padded_to_a_larger_vocabulary(distilled, teacher, tmp_path):
+    """Its likeliest tokens beyond that of the policy are left out: here all but 17 of 57."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    model.resize_token_embeddings(57, mean_resizing=False)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.3)
+    model.get_output_embeddings().weight.data[:17] *= 10
+    model.save_pretrained(tmp_path / "padded")
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(tmp_path / "padded")
+    steps = run(
+        distilled,
+        f"{SECTION}.path={tmp_path}/padded",
+        f"{SECTION}.use_policy_gradient=false",
+        f"{SECTION}.loss_mode=forward_kl_topk",
+        f"{SECTION}.topk=57",
+        f"{SECTION}.task_reward=false",
+        "data.val_files=null",
+        "trainer.total_training_steps=1",
+    )
+    assert steps[1]["distillation/student_mass"] == pytest.approx(1.0)
+    assert 0.5 < steps[1]["distillation/teacher_mass"] < 0.98
+    assert 0.1 < steps[1]["actor/grad_norm"] < 100
+
+
+def test_more_tokens_than_the_teacher_has_are_refused(task, teacher):
+    model = load("ppo_trainer", [f"actor_rollout_ref.model.path={task}/model"]).config.actor_rollout_ref.model
+    settings = DistillationConfig(
+        enable=True, path=str(teacher), use_policy_gradient=False, loss_mode="forward_kl_topk", topk=17
+    )
+    assert topk_findings(model, settings) == []
+    [finding] = topk_findings(model, dataclasses.replace(settings, topk=18))
+    assert finding.key == f"{SECTION}.topk" and "has 17 tokens" in finding.message
+    assert topk_findings(model, dataclasses.replace(settings, topk=18, loss_mode="k3")) == []
+
+
+def test_the_loss_is_added_to_that_of_the_task(distilled):
+    """The loss of a step is that of the same step without a teacher, plus coef times the divergence."""
+    words = [f"{SECTION}.use_policy_gradient=false", f"{SECTION}.loss_mode=k3", f"{SECTION}.coef=0.5"]
+    both, alone = (
+        run(distilled, *words, "trainer.total_training_steps=1", more)[1]
+        for more in (f"{SECTION}.enable=true", f"{SECTION}.enable=false")
+    )
+    assert both["actor/pg_loss"] == pytest.approx(alone["actor/pg_loss"], abs=1e-6)
+    assert both["distillation/loss"] > 0 and "distillation/loss" not in alone
+    assert both["actor/grad_norm"] != pytest.approx(alone["actor/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["loss_mode=k3"], "loss_mode"),
+        (["use_policy_gradient=false"], "loss_mode"),
+        ([*LOSS, "log_prob_min_clamp=10"], "log_prob_min_clamp"),
+        ([*LOSS, "log_prob_min_clamp=0"], "log_prob_min_clamp"),
+        ([*LOSS, "log_prob_min_clamp=nan"], "log_prob_min_clamp"),
+    ],
+    ids=["a reward is k1", "a loss is not k1", "all the same", "all of them 0", "not a number"],
+)
+def test_a_divergence_that_does_not_fit_its_use_is_refused(distilled, words, key):
+    findings = check(load("ppo_trainer", [*distilled, *(f"{SECTION}.{word}" for word in words)]))
+    assert [f.key for f in findings if f.level == "error"] == [f"{SECTION}.{key}"]
+
+
 # --- A server -----------------------------------------------------------------------------------------------
 
 
@@ -123,10 +215,11 @@ def server():
             if self.path.startswith("/echo"):
                 choice = {"logprobs": {"token_logprobs": [*values, -1.0]}}
             else:
-                entries = [
-                    None if v is None else {str(t): {"logprob": v, "rank": 1}} for t, v in zip(ids, values)
-                ]
-                choice = {"prompt_logprobs": entries}
+                choice = {"prompt_logprobs": [None]}
+                for row, token in zip(logits, ids[1:]):  # vLLM: the likeliest tokens, and that of the prompt
+                    shown = [*row.topk(asked["prompt_logprobs"]).indices.tolist(), token]
+                    entry = {str(t): {"logprob": float(row[t]), "rank": n + 1} for n, t in enumerate(shown)}
+                    choice["prompt_logprobs"].append(entry)
             self._send({"choices": [{"text": "x", **choice}]})
 
         def _send(self, content):
@@ -158,6 +251,35 @@ def test_a_server_gives_the_log_probs_of_a_model_in_this_process(server, place):
     torch.testing.assert_close(found.log_probs[mask], expected[mask], atol=1e-5, rtol=1e-5)
 
 
+def test_a_server_gives_the_likeliest_tokens_of_a_model_in_this_process(server):
+    batch = tiny_batch()
+    want = ["log_probs", "top_ids", "top_log_probs"]
+    here = SingleBackend(tiny_model(), BackendSettings(topk=3)).forward(batch, want, MicroBatching(rows=4))
+    settings = DistillationConfig(url=f"{server}/v1", topk=3)
+    found = TeacherServer(settings, Ranks()).forward(batch, want, MicroBatching(rows=4))
+    assert found.top_ids.dtype == torch.int32 and torch.equal(found.top_ids, here.top_ids)
+    torch.testing.assert_close(found.top_log_probs, here.top_log_probs, atol=1e-5, rtol=1e-5)
+    echo = TeacherServer(DistillationConfig(url=f"{server}/echo/v1", topk=3), Ranks())
+    with pytest.raises(ValueError, match=r"0 tokens with log-probs at position 1.*--max-logprobs 3"):
+        echo.forward(batch, want, MicroBatching(rows=4))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        [],
+        {"7": {"logprob": -1.0}},
+        {"a": {"logprob": -1.0}, "7": {"logprob": "x"}, "8": None, "9": -1.0},
+        {"7": {"logprob": -1.0}, "8": {"logprob": 3.0}, "9": {"logprob": True}},  # logits
+        {"7": {"logprob": -1.0}, "4294967303": {"logprob": -1.0}, "8": {"logprob": float("nan")}},
+    ],
+)
+def test_a_reply_with_too_few_tokens_at_a_place_is_an_error(entry):
+    with pytest.raises(ValueError, match="topk=2 are wanted"):
+        parse_top_tokens({"choices": [{"prompt_logprobs": [None, entry]}]}, [3, 7], 2, "http://x")
+
+
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
@@ -165,6 +287,11 @@ def test_a_server_gives_the_log_probs_of_a_model_in_this_process(server, place):
         ({"choices": [{"text": "x", "logprobs": None}]}, "0 of 2 prompt tokens"),
         ({"choices": [{"prompt_logprobs": [None, {"9": {"logprob": -1.0}}]}]}, "None as log-prob of token 7"),
         ({"choices": [{"prompt_logprobs": [None, {"7": {"logprob": float("-inf")}}]}]}, "-inf as log-prob"),
+        ({"choices": [{"prompt_logprobs": [None, {"7": {"logprob": 3.5}}]}]}, "3.5 as log-prob of token 7"),
+        (
+            {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -1e300}}]}]},
+            "-1e.300 as log-prob of token",
+        ),
     ],
 )
 def test_a_reply_without_the_log_prob_of_a_token_is_an_error(reply, said):

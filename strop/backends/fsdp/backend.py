@@ -111,7 +111,7 @@ class FsdpBackend(RankedBackend):
 
     def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         self.module.eval()
-        tables = empty_tables(batch, want, self.module)
+        tables = empty_tables(batch, want, self.module, topk=self.settings.topk)
         own, idle = self._share(batch, micro)
 
         def answer(rows: list[int]) -> None:

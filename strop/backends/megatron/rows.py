@@ -15,9 +15,17 @@ from strop.algorithms.logprobs_of_logits import sum_pi_squared
 from strop.backends.megatron.stage import StageChunk
 from strop.backends.megatron.topology import Topology
 from strop.backends.megatron.vocabulary import VocabularyShare, vocabulary_statistics
-from strop.models.forward import LANGUAGE, SCALAR, RankShare, response_states
+from strop.models.forward import LANGUAGE, SCALAR
 from strop.models.layouts.routing import spread_experts
-from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
+from strop.models.packing import (
+    NOTHING,
+    Inputs,
+    RankShare,
+    lay_out,
+    rectangle,
+    response_states,
+    without_last,
+)
 from strop.models.sequence_parallel import Slicing
 from strop.types import Batch
 

@@ -4,45 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from strop.config.aliases.without_effect import notice as without_effect_notice
 from strop.config.typed import ConfigError
 
 SECTION = "distillation."
 LOSS = "distillation.distillation_loss."
 OURS = "algorithm.distillation."
-REVERSE_KL = ("k1", "kl")
-"""Loss modes that are the policy's log-prob minus the teacher's."""
+SAME = ("loss_mode", "use_policy_gradient", "topk", "loss_max_clamp", "log_prob_min_clamp")
+"""Keys of the loss that have the same name and meaning here."""
+READ = (*SAME, "use_task_rewards", "distillation_loss_coef")
+"""Keys of the loss that have an effect."""
+VERL_DEFAULTS = {"loss_mode": "k3", "use_policy_gradient": False}
+"""Those of verl that differ from Strop's."""
 
 
 def teacher_section(leaves: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The leaves with verl's distillation under Strop's names, if it is enabled, and a notice.
-
-    Strop has verl's k1 loss with a policy gradient, which is not verl's default.
-    """
+    """The leaves with verl's distillation under Strop's names, if it is enabled, and a notice."""
     found = dict(leaves)
     if not leaves.get(f"{SECTION}enabled"):
         return found, []
-    mode = leaves.get(f"{LOSS}loss_mode", "k3")
-    gradient = leaves.get(f"{LOSS}use_policy_gradient", False)
-    if mode not in REVERSE_KL or not gradient:
-        raise ConfigError(
-            f"{LOSS}loss_mode={mode} with use_policy_gradient={gradient}: only the reverse KL of the sampled "
-            f"tokens as a reward is supported. Set {LOSS}loss_mode=k1 and {LOSS}use_policy_gradient=true."
-        )
     moved: dict[str, object] = {f"{OURS}enable": True, f"{OURS}path": _teacher(leaves)}
     moved[f"{OURS}task_reward"] = leaves.get(f"{LOSS}use_task_rewards", True)
     if moved[f"{OURS}task_reward"]:  # verl ignores the coefficient of a loss that stands alone
         moved[f"{OURS}coef"] = leaves.get(f"{LOSS}distillation_loss_coef")
-    moved[f"{OURS}max_log_ratio"] = leaves.get(f"{LOSS}loss_max_clamp")
+    for name in SAME:
+        value = leaves.get(f"{LOSS}{name}")
+        moved[f"{OURS}{name}"] = VERL_DEFAULTS.get(name) if value is None else value
+    left = []
     for path in leaves:
         if path.startswith(SECTION):
             del found[path]
+        if path.startswith(LOSS) and path.removeprefix(LOSS) not in READ:
+            left.append(path)
     said = {name: value for name, value in moved.items() if value is not None}
     settings = ", ".join(f"{name}={value}" for name, value in said.items())
     notice = (
         f"distillation.* is now {settings}. The teacher is a frozen model on the actor's devices; "
         f"{OURS}nnodes gives it nodes of its own."
     )
-    return {**said, **found}, [notice]
+    notices = [notice]
+    if left:
+        reason = f"this loss reads {', '.join(READ)}; the policy loss is that of actor_rollout_ref.actor"
+        notices.append(without_effect_notice(left, reason))
+    return {**said, **found}, notices
 
 
 def _teacher(leaves: Mapping[str, object]) -> object:

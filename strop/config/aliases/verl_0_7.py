@@ -149,6 +149,6 @@ VERL_0_7: tuple[Alias, ...] = (
         "rows are whole conversations",
         SUPERVISED,
     ),
-    Alias("data.tools_key", ("data.multiturn.tools_key",), "moved", SUPERVISED),
+    Alias("data.tools_key", ("data.multiturn.tools_key",), "moved", ("sft_trainer",)),
     Alias("data.enable_thinking_key", ("data.multiturn.enable_thinking_key",), "moved", SUPERVISED),
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from strop.config.derived import has_task_reward
 from strop.config.rules.findings import Findings, error, warning
+from strop.config.schema.distillation import REVERSE_KL, TOPK
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
@@ -37,6 +38,7 @@ def teacher(loaded: Loaded[PpoConfig]) -> Findings:
         for name in SERVER_KEYS:
             if f"{SECTION}.{name}" in loaded.set_by_user:
                 yield warning(f"{SECTION}.{name}", f"no effect without {SECTION}.url.")
+    yield from _loss(loaded)
     temperature = config.actor_rollout_ref.rollout.temperature
     if settings.url and temperature not in (0.0, 1.0):
         yield error(
@@ -44,6 +46,43 @@ def teacher(loaded: Loaded[PpoConfig]) -> Findings:
             f"{temperature:g}, but the log-probs of a server ({SECTION}.url) are those of temperature 1. Set "
             f"it to 1, or load the teacher here ({SECTION}.path).",
         )
+
+
+def _loss(loaded: Loaded[PpoConfig]) -> Findings:
+    """The divergence is one that its use allows."""
+    config = loaded.config
+    settings = config.algorithm.distillation
+    mode = settings.loss_mode
+    if settings.use_policy_gradient and mode not in REVERSE_KL:
+        yield error(
+            f"{SECTION}.loss_mode",
+            f"{mode}, but a reward ({SECTION}.use_policy_gradient=true) is the reverse KL of the sampled "
+            f"token. Set k1, or {SECTION}.use_policy_gradient=false.",
+        )
+    if not settings.use_policy_gradient and mode in REVERSE_KL:
+        yield error(
+            f"{SECTION}.loss_mode",
+            f"{mode} with {SECTION}.use_policy_gradient=false: the gradient of this loss does not depend on "
+            f"the teacher. Set {TOPK} or k3, or {SECTION}.use_policy_gradient=true.",
+        )
+    if mode == TOPK and "megatron" in (
+        config.actor_rollout_ref.actor.strategy,
+        config.actor_rollout_ref.ref.strategy,
+    ):
+        yield error(
+            f"{SECTION}.loss_mode", f"{mode} needs strategy=fsdp, not megatron. Set k3 or the strategy."
+        )
+    floor = settings.log_prob_min_clamp
+    if floor is not None and not floor < 0:
+        yield error(
+            f"{SECTION}.log_prob_min_clamp",
+            f"{floor:g}: log-probs are below 0, so all of them would count as this. Set it to -10, or null.",
+        )
+    only = {"discount": settings.use_policy_gradient}
+    only |= dict.fromkeys(("topk", "log_prob_min_clamp"), mode == TOPK)
+    for name, used in only.items():
+        if f"{SECTION}.{name}" in loaded.set_by_user and not used:
+            yield warning(f"{SECTION}.{name}", f"no effect with loss_mode={mode}.")
 
 
 def without_task_reward(loaded: Loaded[PpoConfig]) -> Findings:

@@ -6,14 +6,30 @@ from dataclasses import dataclass
 
 from strop.config.schema.fields import setting
 
+TOPK = "forward_kl_topk"
+REVERSE_KL = ("k1", "kl")
+"""Loss modes that are the policy's log-prob minus the teacher's."""
+LOSS_MODES = (*REVERSE_KL, "abs", "k2", "mse", "k3", "low_var_kl", TOPK)
+
 
 @dataclass(eq=False)
 class DistillationConfig:
-    """On-policy distillation: the policy samples, and each token is rewarded by the teacher's log-prob minus
-    the policy's. The mean of this reward is minus the reverse KL divergence to the teacher."""
+    """On-policy distillation: the policy samples, and a teacher rates the tokens. By default each token is
+    rewarded by the teacher's log-prob minus the policy's, whose mean is minus the reverse KL divergence to
+    the teacher; with use_policy_gradient=false a divergence from the teacher is a loss."""
 
     enable: bool = setting(False)
-    """Add the teacher's term to the advantages."""
+    """Add the teacher's term to the advantages, or to the loss."""
+    use_policy_gradient: bool = setting(True)
+    """The teacher's term is a reward (loss_mode=k1). False: it is a loss of its own, whose gradient flows
+    through the log-probs of the policy."""
+    loss_mode: str = setting("k1", choices=LOSS_MODES)
+    """Divergence of policy and teacher per token. forward_kl_topk: KL(teacher, policy) over the teacher's
+    `topk` likeliest tokens. The other modes estimate KL(policy, teacher) from the sampled token alone, with
+    the noise of one sample (docs/algorithms.md)."""
+    topk: int = setting(32, at_least=1)
+    """forward_kl_topk: tokens per position. Those that the policy does not have are left out. A vLLM server
+    needs --max-logprobs of at least this."""
     path: str | None = setting(None)
     """Weights of the teacher: a Hugging Face folder, a hub name or a .gguf file with the tokenizer of the
     policy. It is a frozen model in the trainer's processes; precision, offloading and micro-batches are those
@@ -36,14 +52,26 @@ class DistillationConfig:
     n_gpus_per_node: int = setting(1, at_least=1)
     """path: devices per dedicated node."""
     coef: float = setting(1.0, above=0)
-    """Weight of the teacher's term: coef * (log-prob of the teacher - log-prob of the policy) per token."""
+    """Weight of the teacher's term."""
     discount: float = setting(0.0, at_least=0, at_most=1)
-    """Weight of later tokens in the advantage of a token: the term of the k-th next token is multiplied by
-    discount to the power k. 0: only the token itself, which has the least variance. 1: all later tokens too,
-    which is the exact gradient of the sequence's reverse KL."""
-    max_log_ratio: float | None = setting(None, above=0)
-    """Limit of the absolute difference of the log-probs of one token. Null: no limit."""
+    """use_policy_gradient: weight of later tokens in the advantage of a token. The term of the k-th next
+    token is multiplied by discount to the power k. 0: only the token itself, which has the least variance. 1:
+    all later tokens too, which is the exact gradient of the sequence's reverse KL."""
+    loss_max_clamp: float | None = setting(None, above=0)
+    """Limit of the absolute divergence of one token. Null: no limit."""
+    log_prob_min_clamp: float | None = setting(None)
+    """forward_kl_topk: lower limit of the log-probs of teacher and policy, below 0. Null: no limit."""
     task_reward: bool = True
-    """Add the teacher's term to the advantages of the task's reward. False: the teacher's term is the whole
-    advantage; training rows are not scored, and algorithm.adv_estimator has no effect. Validation is scored
-    in both cases."""
+    """Add the teacher's term to that of the task's reward. False: the teacher's term is all there is;
+    training rows are not scored, and algorithm.adv_estimator has no effect. Validation is scored in both
+    cases."""
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether the teacher's term is part of the advantages."""
+        return self.enable and self.use_policy_gradient
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the teacher's term is a loss of its own."""
+        return self.enable and not self.use_policy_gradient
