@@ -11,9 +11,9 @@ from strop.registry import Registry
 
 # --- Advantage estimators -----------------------------------------------------------------------------------
 # needs: what the batch must contain in addition to rewards and mask: "values" (so a critic exists), "group"
-# (several samples of one prompt are compared), "greedy_baseline" (one greedy rollout per prompt),
-# "sum_pi_squared" (from the old log-prob pass), "old_log_probs", "reward_components". min_group: the smallest
-# rollout.n that makes sense.
+# (several samples of one prompt are compared), "greedy_baseline" (one greedy rollout per prompt), "entropy"
+# and "sum_pi_squared" (from the old log-prob pass), "old_log_probs", "reward_components". min_group: the
+# smallest rollout.n that makes sense.
 # score_baseline: how its baseline can be taken from the scores before a KL penalty is charged: "plain", or
 # "whitened" where the result is normalised over the batch afterwards; None: it needs the rewards of tokens.
 ADVANTAGES = Registry("advantage estimator", facts={"needs": (), "min_group": 1, "score_baseline": None})
@@ -47,7 +47,7 @@ ADVANTAGES.declare("flash_reinforce", f"{_advantages}.outcome:flash_reinforce", 
 # --- Policy losses ------------------------------------------------------------------------------------------
 # aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides; proportional:
 # where the advantages of a row are 0, its loss and gradient are 0.
-POLICY_LOSSES = Registry("policy loss", facts={"needs": (), "aggregation": None, "proportional": False})
+POLICY_LOSSES = Registry("policy loss", facts={"aggregation": None, "proportional": False})
 _losses = "strop.algorithms.policy_losses"
 POLICY_LOSSES.declare("vanilla", f"{_losses}.clipped:vanilla", proportional=True)
 POLICY_LOSSES.declare("dppo_tv", f"{_losses}.clipped:dppo_tv", proportional=True)
@@ -67,9 +67,7 @@ POLICY_LOSSES.declare("kl_cov", f"{_losses}.covariance:kl_cov")
 POLICY_LOSSES.declare("gpg", f"{_losses}.reinforce:gpg", proportional=True)
 POLICY_LOSSES.declare("reinforce", f"{_losses}.reinforce:reinforce", proportional=True)
 POLICY_LOSSES.declare("dro", f"{_losses}.reinforce:dro")
-POLICY_LOSSES.declare(
-    "bypass_mode", f"{_losses}.reinforce:bypass_mode", needs=("rollout_log_probs",), proportional=True
-)
+POLICY_LOSSES.declare("bypass_mode", f"{_losses}.reinforce:bypass_mode", proportional=True)
 
 # --- Estimators of the KL divergence to the reference -------------------------------------------------------
 # Names with a `+` have the value of the name before it and the gradient of k2.

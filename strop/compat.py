@@ -77,6 +77,9 @@ class Conventions:
     components: Literal["float64", "float32"] = _rule(
         "float64", "precision in which gdpo standardises the components of a reward"
     )
+    gpg_scale: Literal["groups that differ", "scores other than 0"] = _rule(
+        "groups that differ", "rows that count in the scale of gpg's advantages, rows / rows that count"
+    )
     empty_rows: Literal["left out", "counted in geo_mean", "counted"] = _rule(
         "left out", "sequences without a trained token in means over sequences"
     )
@@ -123,6 +126,7 @@ VERL = Conventions(
     gap_returns="with values",
     zero_tail="second longest",
     components="float32",
+    gpg_scale="scores other than 0",
     empty_rows="counted in geo_mean",
     warmup="from 0",
     validation_loss="batches",

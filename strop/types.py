@@ -93,9 +93,8 @@ class TokenArrays(NamedTuple):
     def of(response: Sequence[int], mask: Sequence[int], log_probs: Sequence[float]) -> TokenArrays:
         import numpy as np
 
-        return TokenArrays(
-            np.array(response, np.int32), np.array(mask, np.int8), np.array(log_probs, np.float32)
-        )
+        numbers = np.array(log_probs, np.float32)
+        return TokenArrays(np.array(response, np.int32), np.array(mask, np.int8), numbers)
 
 
 @dataclass
@@ -119,12 +118,12 @@ class Trajectory:
     version: int = 0
     """Version of the weights that sampled it (the newest, if the weights changed during sampling)."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """If the weights changed during sampling: (version, tokens it sampled), in order. Empty: `version`
-    sampled all tokens."""
+    """(version, tokens it sampled), in order, if the weights changed meanwhile. Empty: only `version`."""
     num_turns: int = 2
     """Turns of the conversation, including those of the prompt."""
     score: float | None = None
     """The outcome reward; None if the scorer failed, which masks the trajectory."""
+    unpenalized: float | None = None  # the score without penalties for the length; None: there are none
     baseline: float | None = None
     """Score of the greedy response to the same prompt, if the estimator needs it."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -174,7 +173,7 @@ TOKENS, ROWS, LISTS = "tokens", "rows", "lists"
 
 
 def tokens() -> Any:
-    """[B, T]: one value per response token, zero-padded on the right to the longest response."""
+    """[B, T], or [B, T, k]: values per response token, zero-padded on the right to the longest response."""
     return field(default=None, metadata={"role": TOKENS})
 
 
@@ -207,6 +206,10 @@ class Batch:
     """Log-probs under the reference model."""
     teacher_log_probs: Tensor | None = tokens()
     """Log-probs under the teacher of a distillation."""
+    teacher_top_ids: Tensor | None = tokens()
+    """[B, T, k]: the teacher's likeliest tokens at the place of each response token."""
+    teacher_top_log_probs: Tensor | None = tokens()
+    """[B, T, k]: their log-probs under the teacher."""
     entropy: Tensor | None = tokens()
     """Entropy under the weights at the start of the step."""
     sum_pi_squared: Tensor | None = tokens()
@@ -272,10 +275,6 @@ class Batch:
                 changed[f.name] = chosen[:, :width] if f.metadata["role"] == TOKENS else chosen
         return dataclasses.replace(self, **changed)
 
-    def split(self, size: int) -> list[Batch]:
-        """Consecutive batches of at most `size` rows."""
-        return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
-
     @staticmethod
     def concat(pieces: Sequence[Batch]) -> Batch:
         """Concatenate batches; a field must be set in all of them or in none."""
@@ -303,10 +302,11 @@ class Batch:
 
 
 def pad_columns(values: Tensor, width: int) -> Tensor:
-    """`values` [B, t] with zero columns added on the right up to `width`."""
+    """`values` [B, t, ...] with zero columns added on the right up to `width`."""
     from torch.nn.functional import pad
 
-    return pad(values, (0, width - values.shape[1])) if values.shape[1] < width else values
+    fill = (0, 0) * (values.dim() - 2) + (0, width - values.shape[1])
+    return pad(values, fill) if values.shape[1] < width else values
 
 
 def rows_of(rows: Sequence[Sequence[float] | np.ndarray], width: int) -> Tensor:

@@ -333,6 +333,8 @@ def _explain(error: Exception) -> str:
             f"{text.partition(' 1.')[0]}. A value with commas is a list: write key=[a,b], or quote it: "
             "'key=\"a,b\"'."
         )
+    if "Could not find" in text:
+        return f"{text}. A key of a section is written section.key=value, for instance model.path=DIR."
     if override is None:
         return text
     return f"{override.lstrip('+')}: {text}. Quote values with special characters: 'key=\"...\"'."

@@ -53,11 +53,11 @@ def needs_old_log_probs(config: PpoConfig, on_policy: bool) -> bool:
     return (
         not on_policy
         or config.algorithm.use_kl_in_reward
-        or config.algorithm.distillation.enable
+        or config.algorithm.distillation.is_reward
         or uses_engine_log_probs(config)
         or correction.rollout_is is not None
         or correction.rollout_rs is not None
-        or bool({"old_log_probs", "sum_pi_squared"} & set(estimator_needs(config)))
+        or bool({"old_log_probs", "sum_pi_squared", "entropy"} & set(estimator_needs(config)))
     )
 
 
@@ -152,9 +152,7 @@ def clip_range(actor: ActorConfig) -> tuple[float, float]:
     low = actor.clip_ratio_low
     if low is None:
         low = actor.clip_ratio
-    high = actor.clip_ratio_high
-    if high is None:
-        high = actor.clip_ratio
+    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
     return _loss_argument(actor, "clip_low", low), _loss_argument(actor, "clip_high", high)
 
 
@@ -182,6 +180,8 @@ def objective(config: PpoConfig) -> str:
     if actor.entropy_coeff:
         sign = "+" if actor.entropy_coeff > 0 else "-"
         text += f" {sign} {abs(actor.entropy_coeff):g}*entropy"
+    if (teacher := algorithm.distillation).is_loss:
+        text += f" - {teacher.coef:g}*{teacher.loss_mode} to the teacher"
     if algorithm.pretrain_files:
         text += f" - {algorithm.ptx_coef:g}*language-model loss on pretrain_files"
     return text
@@ -192,9 +192,9 @@ def _advantage(config: PpoConfig, reward: str) -> str:
     teacher = config.algorithm.distillation
     gain = f"{teacher.coef:g}*(log teacher - log policy)"
     if not has_task_reward(config):
-        return gain
+        return gain if teacher.is_reward else "0"
     task = f"{config.algorithm.adv_estimator}({reward})"
-    return f"{task} + {gain}" if teacher.enable else task
+    return f"{task} + {gain}" if teacher.is_reward else task
 
 
 # --- Asynchronous training ----------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ ADVANTAGE_INPUTS = (
     "reward_baselines",
     "old_log_probs",
     "sum_pi_squared",
+    "entropy",
     "rollout_is_weights",
     "reward_components",
     "component_weights",
@@ -140,7 +141,8 @@ class KeywordArguments:
             if parameter.default is parameter.empty and name not in self.keys and name not in self.values:
                 yield KeywordProblem(
                     f"{self.section}.{name}",
-                    f"not set, but {self.entry.name} needs {name}, which has no default.",
+                    f"not set, but {self.entry.name} needs {name}, which has no default. The trainer itself "
+                    f"passes {', '.join(self.inputs)}.",
                 )
 
     def _wrong_values(self) -> Iterator[KeywordProblem]:

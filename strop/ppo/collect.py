@@ -24,6 +24,7 @@ from strop.data.loader import Loader
 from strop.ppo.episodes.rows import rows_of_episodes
 from strop.ppo.sampler import Samples, StepRollout
 from strop.ranks import Ranks
+from strop.rewards.base import unpenalized_score
 from strop.rewards.scorer import ScoreReport, merge_score_metrics
 from strop.rollout.base import Engine, Sampling
 from strop.types import Prompt, Trajectory
@@ -68,6 +69,7 @@ class GroupFilter:
     """Dynamic sampling: which prompts are worth training on."""
 
     metric: str
+    """score: before penalties for the length, with which all wrong answers of a prompt would disagree."""
     bounds: tuple[float, float] | None
     max_draws: int | None
     """None: no limit while some prompts are kept; see `EmptyDraws`. 0: no limit."""
@@ -82,7 +84,7 @@ class GroupFilter:
         numbers = torch.tensor([t.group for t in scored], dtype=torch.long)
         groups = torch.unique(numbers, return_inverse=True)[1]
         if self.bounds is None:
-            kept = groups_that_disagree(values, groups)
+            kept = groups_that_disagree(values.float(), groups)  # as a batch holds them
         else:
             kept = groups_within(values, groups, low=self.bounds[0], high=self.bounds[1])
         chosen = {t.group for t, keep in zip(scored, kept) if keep}
@@ -90,8 +92,9 @@ class GroupFilter:
 
     def _value(self, trajectory: Trajectory) -> float:
         if self.metric in ("score", "seq_reward", "seq_final_reward"):
-            assert trajectory.reward is not None
-            return trajectory.reward
+            score = unpenalized_score(trajectory) if self.metric == "score" else trajectory.score
+            assert score is not None
+            return score + sum(trajectory.turn_rewards.values())
         if self.metric not in trajectory.extras:
             known = ", ".join(["score", *trajectory.extras])
             raise ValueError(
@@ -143,7 +146,8 @@ def shown_scores(trajectories: Sequence[Trajectory]) -> str:
     rows: dict[int, int] = {}
     for t in trajectories:
         rows[t.group] = t.prompt.index
-        scores.setdefault(t.group, []).append("failed" if t.score is None else f"{t.score:g}")
+        score = unpenalized_score(t)
+        scores.setdefault(t.group, []).append("failed" if score is None else f"{score:g}")
     parts = []
     for group in list(scores)[-SHOWN_PROMPTS:]:
         more = "" if len(scores[group]) <= SHOWN_SCORES else " ..."
@@ -353,6 +357,8 @@ def weigh_rewards(trajectory: Trajectory, weights: RewardWeightsConfig) -> None:
         return
     tools = sum(trajectory.extras.get("tool_rewards", {}).values())
     trajectory.score = weights.score * trajectory.score + weights.tool * tools
+    if trajectory.unpenalized is not None:
+        trajectory.unpenalized = weights.score * trajectory.unpenalized + weights.tool * tools
     for branch in trajectory.branches:
         if branch.score is not None:  # of another player
             branch.score *= weights.score

@@ -53,6 +53,8 @@ class ExperienceFacts:
     old_from_engine: bool
     """The old log-probs are those that the rollout engine reported."""
     needs_sum_pi_squared: bool
+    needs_entropy: bool
+    """The estimator reads the entropy of each token."""
     records_experts: bool
     has_task_reward: bool
     """Scores are trained on."""
@@ -94,6 +96,7 @@ class ExperienceFacts:
             old_from_engine=uses_engine_log_probs(config),
             needs_sum_pi_squared=actor.calculate_sum_pi_squared
             or "sum_pi_squared" in estimator_needs(config),
+            needs_entropy="entropy" in estimator_needs(config),
             records_experts=actor.router_replay.mode == "R2",
             has_task_reward=has_task_reward(config),
             correction=rollout_correction(config),
@@ -115,18 +118,20 @@ def add_old_log_probs(
     want = []
     if not facts.old_from_engine:
         want += ["log_probs", "entropy"]
+    elif facts.needs_entropy:
+        want.append("entropy")
     if facts.needs_sum_pi_squared:
         want.append("sum_pi_squared")
     if facts.records_experts:
         want.append("experts")
     outputs = actor.forward(batch, want, micro) if want else Outputs()
+    found = {name: getattr(outputs, name) for name in want if name != "log_probs"}
     if facts.old_from_engine:
-        return batch.replace(old_log_probs=batch.rollout_log_probs, sum_pi_squared=outputs.sum_pi_squared)
+        return batch.replace(old_log_probs=batch.rollout_log_probs, **found)
     assert outputs.log_probs is not None and outputs.entropy is not None
     record.add(rollout_drift(batch, outputs.log_probs))
     entropy = (outputs.entropy * batch.mask).sum() / batch.mask.sum().clamp(min=1)
     record.add({"actor/entropy": float(entropy)})
-    found = {name: getattr(outputs, name) for name in want if name != "log_probs"}
     return batch.replace(old_log_probs=outputs.log_probs, **found)
 
 
@@ -145,11 +150,6 @@ def rollout_drift(batch: Batch, log_probs: torch.Tensor) -> dict[str, float]:
 def add_ref_log_probs(batch: Batch, reference: Backend, micro: MicroBatching) -> Batch:
     """Log-probs under the reference model."""
     return batch.replace(ref_log_probs=reference.forward(batch, ["log_probs"], micro).log_probs)
-
-
-def add_teacher_log_probs(batch: Batch, teacher: Backend, micro: MicroBatching) -> Batch:
-    """Log-probs under the teacher."""
-    return batch.replace(teacher_log_probs=teacher.forward(batch, ["log_probs"], micro).log_probs)
 
 
 def add_values(batch: Batch, critic: Backend, micro: MicroBatching) -> Batch:
@@ -305,12 +305,12 @@ def _add_advantages(
 
 
 def distill(batch: Batch, settings: DistillationConfig, record: StepRecord) -> Batch:
-    """The advantages with the teacher's term."""
-    if batch.teacher_log_probs is None:
+    """The advantages with the teacher's term, where it is a reward."""
+    if batch.teacher_log_probs is None or not settings.use_policy_gradient:
         return batch
     assert batch.old_log_probs is not None and batch.advantages is not None
     gain = teacher_gain(
-        batch.old_log_probs, batch.teacher_log_probs, batch.mask, limit=settings.max_log_ratio
+        batch.old_log_probs, batch.teacher_log_probs, batch.mask, limit=settings.loss_max_clamp
     )
     tokens = batch.mask.sum().clamp(min=1)
     record.add(
@@ -364,6 +364,7 @@ def _estimate(
         reward_baselines=batch.baselines,
         old_log_probs=batch.old_log_probs,
         sum_pi_squared=batch.sum_pi_squared,
+        entropy=batch.entropy,
         rollout_is_weights=batch.rollout_weights,
         reward_components=reward_components(trajectories, algorithm.gdpo_reward_keys),
         component_weights=None if weights is None else torch.tensor(weights),

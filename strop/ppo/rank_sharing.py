@@ -249,15 +249,16 @@ class RankScorer:
         mine = self._places_of_this_rank(trajectories)
         shard = [trajectories[place] for place in mine]
         report, failure = self.ranks.run_or_raise_on_all(lambda: self._try(shard), "scoring", can_drop=True)
-        scores = [(place, t.score, t.turn_rewards, t.extras) for place, t in zip(mine, shard)]
+        scores = [(place, t.score, t.unpenalized, t.turn_rewards, t.extras) for place, t in zip(mine, shard)]
         gathered = self.ranks.all_gather_object((scores, report, failure))
         failures = [reason for _, _, reason in gathered if reason is not None]
         if failures and all(reason is not None or not scores for scores, _, reason in gathered):
             raise BrokenOnAllRanks(*failures[0])
         for scores, _, _ in gathered:
-            for place, score, turn_rewards, extras in scores:
+            for place, score, unpenalized, turn_rewards, extras in scores:
                 trajectory = trajectories[place]
                 trajectory.score = score
+                trajectory.unpenalized = unpenalized
                 trajectory.turn_rewards = turn_rewards
                 trajectory.extras = extras
         return merge_reports([report for _, report, _ in gathered])

@@ -27,7 +27,6 @@ from strop.ppo.experience import (
     add_advantages,
     add_old_log_probs,
     add_ref_log_probs,
-    add_teacher_log_probs,
     add_values,
     correct_off_policy,
     distill,
@@ -35,6 +34,7 @@ from strop.ppo.experience import (
     shape_rewards,
 )
 from strop.ppo.resampling import resample
+from strop.ppo.teacher import add_teacher_log_probs
 from strop.ppo.update import ActorUpdate, CriticUpdate, ExtraLoss, run_updates
 from strop.ranks import SharedFailure
 from strop.rewards.scorer import BrokenScorer
@@ -209,7 +209,8 @@ class PpoTrainer:
                 batch = add_ref_log_probs(batch, self.roles.reference, self.micro["ref"])
         if self.roles.teacher is not None:
             with record.phase("teacher"):
-                batch = add_teacher_log_probs(batch, self.roles.teacher, self.micro["ref"])
+                settings = self.config.algorithm.distillation
+                batch = add_teacher_log_probs(batch, self.roles.teacher, settings, self.micro["ref"])
         if self.roles.critic is not None:
             with record.phase("values"):
                 batch = add_values(batch, self.roles.critic, self.micro["values"])

@@ -23,9 +23,11 @@ from strop.config.derived import clip_range, uses_engine_log_probs
 from strop.config.hyperparameters import policy_loss_kwargs, policy_loss_name
 from strop.config.schema.actor import ActorConfig
 from strop.config.schema.critic import CriticConfig
+from strop.config.schema.distillation import TOPK
 from strop.config.schema.ppo import PpoConfig
 from strop.ppo.episodes.rows import rows_by_number
 from strop.ppo.experience import rollout_drift
+from strop.ppo.teacher import teacher_loss
 from strop.ranks import Ranks
 from strop.run.samples import UpdateLogProbs
 from strop.types import Batch, pad_columns
@@ -80,7 +82,11 @@ class ActorUpdate:
         facts = entry.facts
         self.policy_loss: Callable[..., PolicyLoss] = entry.load()
         self.aggregation: Aggregation = AGGREGATIONS.get(facts["aggregation"] or self.actor.loss_agg_mode)
-        other_terms = self.actor.use_kl_loss or self.actor.entropy_coeff or self.actor.aux_loss_coef
+        teacher = self.config.algorithm.distillation
+        self.teacher = teacher if teacher.is_loss else None
+        other_terms = (
+            self.actor.use_kl_loss or self.actor.entropy_coeff or self.actor.aux_loss_coef or self.teacher
+        )
         self.skips_zero_advantages = (
             self.actor.skip_zero_advantages and facts["proportional"] and not other_terms
         )
@@ -115,6 +121,8 @@ class ActorUpdate:
             wanted.append("observed_entropy")
         if self.actor.aux_loss_coef:
             wanted.append("auxiliary")
+        if self.teacher is not None and self.teacher.loss_mode == TOPK:
+            wanted.append("student_top_log_probs")
         return wanted
 
     def active(self, mini: Batch) -> Batch:
@@ -151,6 +159,13 @@ class ActorUpdate:
                 kl = self._kl_loss(outputs, micro, totals)
                 total = total + self.actor.kl_loss_coef * kl
                 metrics["actor/kl_loss"] = kl.detach()
+            if self.teacher is not None:
+                per_token, tables = teacher_loss(self.teacher, self.rules, outputs, micro)
+                term = aggregate(per_token, micro.mask, self.aggregation, totals)
+                total = total + self.teacher.coef * term
+                metrics["distillation/loss"] = term.detach()
+                for name, values in tables.items():
+                    metrics[f"distillation/{name}"] = token_mean(values, micro.mask, totals)
             if entropies is not None:
                 entropy = aggregate(entropies, micro.mask, self.aggregation, active_totals)
                 if self.actor.entropy_coeff:

@@ -31,6 +31,19 @@ def test_plus_takes_the_gradient_of_k2(name: str) -> None:
     torch.testing.assert_close(ours.grad, LOG_PROBS - REF)
 
 
+@pytest.mark.parametrize(("name", "restrains"), [("k1", False), ("k1+", True), ("k2", True)])
+def test_the_mean_gradient_over_samples_of_the_policy(name: str, restrains: bool) -> None:
+    """That of k2 is the gradient of the KL; that of k1 is 0, whatever the reference."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([1.0, 0.2, -0.5, 0.4], dtype=torch.float64).log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
+    per_token = kl_penalty(log_probs, reference, estimator=name)
+    (mean,) = torch.autograd.grad((log_probs.exp().detach() * per_token).sum(), logits, retain_graph=True)
+    (meant,) = torch.autograd.grad(full(logits, reference), logits)
+    torch.testing.assert_close(mean, meant * restrains)
+    assert meant.abs().max() > 0.1
+
+
 def test_plus_weighs_the_gradient_by_how_likely_the_sampler_was() -> None:
     ours = LOG_PROBS.clone().requires_grad_()
     old = LOG_PROBS - torch.tensor([[0.5, -0.5, 0.0, 9.0]])

@@ -23,9 +23,11 @@ from strop.algorithms.metrics.validation import (
     majority_of,
     name_validation_metrics,
     subset_sizes,
+    summarise,
     validation_metrics,
     worst_of,
 )
+from strop.types import Prompt, Trajectory
 from tests.algorithms.reference.agent_timing import agent_timing_metrics
 from tests.algorithms.reference.engine_metrics import moe_load_metrics, spec_decode_metrics
 from tests.algorithms.reference.metric_reduction import aggregate_over_ranks, reduce_metrics, reduction_of
@@ -197,6 +199,31 @@ def test_pass_at_k_is_not_that_of_prompts_whose_scores_happen_to_be_0_and_1() ->
     scores = {"reward": [0.0, 1.0, 0.0, 0.25, -0.5, -0.5]}
     found = validation_metrics(["a"] * 6, [0, 0, 1, 1, 2, 2], scores)["a"]["reward"]
     assert found["best@2/mean"] == pytest.approx(0.75 / 3) and "pass@2" not in found
+
+
+def trajectories_with(scores: list[list[float | None]]) -> list[Trajectory]:
+    """The samples of one prompt per list; None: it could not be scored."""
+    made = []
+    for group, of_prompt in enumerate(scores):
+        prompt = Prompt(group, [1], [], "s")
+        for score in of_prompt:
+            extras = {} if score is None else {"acc": score}
+            made.append(Trajectory(prompt, group, [5], [1], [0.0], score=score, extras=extras))
+    return made
+
+
+def test_a_failed_sample_does_not_take_its_prompt_out_of_the_mean() -> None:
+    """Prompts without any failure are other prompts: easier ones, or those of an environment that works."""
+    found = summarise(
+        trajectories_with([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, None], [None, None, None, 1.0]])
+    )
+    assert found["val-aux/failed"] == 4
+    assert found["val-core/s/acc/mean@4"] == pytest.approx((1 + 0 + 1) / 3)
+    assert found["val-core/s/acc/pass@4"] == 1.0, "of the one prompt that has four"
+    assert found["val-aux/s/acc/pass@2"] == pytest.approx((1 + 0) / 2)
+    assert not any(f"@{count}" in name for name in found for count in (1, 3))
+    alone = summarise(trajectories_with([[1.0, None], [None, 0.0]]))
+    assert alone["val-core/s/acc/mean@2"] == 0.5, "under the same name as in other validations"
 
 
 def test_votes_and_values_of_different_responses_are_not_paired() -> None:

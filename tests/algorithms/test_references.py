@@ -146,8 +146,11 @@ def opo(s: list[float], i: int, lengths: list[int]) -> float:
 
 
 def gpg(b: dict[str, Tensor]) -> Tensor:
-    scores = scores_of(b)
-    return by_group(centred)(b) * len(scores) / max(sum(s != 0 for s in scores), 1)
+    scores, groups = scores_of(b), b["groups"].tolist()
+    members = {g: [s for s, other in zip(scores, groups) if other == g] for g in groups}
+    # A response that is alone keeps its score as advantage, so it teaches unless that is 0.
+    taught = sum(len(set(members[g] + [0.0] * (len(members[g]) == 1))) > 1 for g in groups)
+    return by_group(centred)(b) * len(scores) / max(taught, 1)
 
 
 def gdpo(b: dict[str, Tensor]) -> Tensor:

@@ -212,6 +212,47 @@ def test_kl_switches():
     assert "0.001*KL[kl, fixed]" in text and "0.001*KL[low_var_kl]" in text
 
 
+@pytest.mark.parametrize("estimator", ["kl", "k1", "K1", "kl+", "k1+", "mse", "low_var_kl", "abs"])
+def test_the_log_ratio_as_a_loss_restrains_nothing(estimator):
+    key = "actor_rollout_ref.actor.kl_loss_type"
+    said = warnings(f"{key}={estimator}", "actor_rollout_ref.actor.use_kl_loss=true")
+    assert (key in said) == (estimator.lower() in ("kl", "k1"))
+    assert key not in said or f"or {estimator}+ (the same value" in said[key]
+    in_reward = warnings("algorithm.use_kl_in_reward=true", f"algorithm.kl_penalty={estimator}")
+    assert not any("kl" in found for found in in_reward)
+
+
+def test_the_penalty_for_long_responses_fits_into_them():
+    key, on = "reward_model.overlong_buffer.len", "reward_model.overlong_buffer.enable=true"
+    limit = "data.max_response_length=100"
+    for length in (0, 101):
+        assert "between 1 and the longest response, 100" in errors(on, limit, f"{key}={length}")[key]
+        assert key not in errors(limit, f"{key}={length}"), "the penalty is off"
+    assert key not in errors(on, limit, f"{key}=100")
+    whole = "+reward_model.reward_kwargs.max_resp_len=200"
+    assert key not in errors(on, limit, f"{key}=101", whole)
+    assert "response, 200" in errors(on, limit, f"{key}=201", whole)[key]
+
+
+def test_dropout_of_adapters_is_for_supervised_training():
+    key, lora = "actor_rollout_ref.model.lora_dropout", "actor_rollout_ref.model.lora_rank=8"
+    assert "ratio is not 1" in warnings(lora, f"{key}=0.1")[key]
+    assert key not in warnings(lora) and key not in warnings(f"{key}=0.1")
+    sft = ["model.path=m", "data.train_files=f.parquet", "model.lora_rank=8", "model.lora_dropout=0.1"]
+    assert "model.lora_dropout" not in warnings(base=sft, root="sft_trainer")
+
+
+def test_an_adapter_to_start_from_is_not_part_of_the_reference():
+    """The KL to the model without it is not that to the policy at the start."""
+    key, ref = "actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.ref.model"
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    assert key not in warnings(f"{key}=folder")
+    assert key not in warnings("actor_rollout_ref.model.lora_rank=8", kl)
+    dead = warnings(f"{key}=folder", f"+{ref}.path=other", kl)
+    assert "without the adapter folder" in dead[key] and "not read" in dead[ref]
+    assert "not read" in warnings("actor_rollout_ref.model.lora_rank=8", f"+{ref}.path=other", kl)[ref]
+
+
 def test_roles_follow_from_facts_not_names():
     def there(*overrides):
         return {role.name: role.exists for role in roles(load("ppo_trainer", [*GRPO, *overrides]).config)}
@@ -311,6 +352,25 @@ def test_what_expert_parallelism_does_not_go_together_with():
     assert "megatron.expert_model_parallel_size" in megatron[key]
     supervised = ["model.path=m", "data.train_files=f", "model.fsdp_config.expert_parallel_size=3", four]
     assert "model.fsdp_config.expert_parallel_size" in errors(*supervised, base=[], root="sft_trainer")
+
+
+def test_groups_of_ranks_that_share_the_weights():
+    key, four = "actor_rollout_ref.actor.fsdp_config.fsdp_size", "trainer.n_gpus_per_node=4"
+    assert key not in errors(f"{key}=2", four) and key not in errors(f"{key}=3")  # one device shares nothing
+    assert "3 does not divide the 4 devices" in errors(f"{key}=3", four)[key]
+    matrices = errors(f"{key}=2", "actor_rollout_ref.actor.tensor_parallel_size=4", four)
+    assert "tensor_parallel_size=4 does not divide the 2 devices" in matrices[key]
+    critic = "critic.model.fsdp_config.fsdp_size"
+    assert critic in errors(f"{critic}=3", four, "algorithm.adv_estimator=gae")
+    assert critic not in errors(f"{critic}=3", four, "algorithm.adv_estimator=grpo")
+    ref, uses = "actor_rollout_ref.ref.fsdp_config.fsdp_size", "actor_rollout_ref.actor.use_kl_loss=true"
+    assert ref in errors(f"{ref}=3", four, uses) and ref not in errors(f"{ref}=3", four)
+    whole_copies = ["trainer.runtime=ray", "actor_rollout_ref.ref.nnodes=1"]
+    assert ref not in errors(f"{ref}=3", four, uses, *whole_copies)
+    teacher = ["algorithm.distillation.enable=true", "algorithm.distillation.path=t"]
+    assert ref in errors(f"{ref}=3", four, *teacher)
+    supervised = ["model.path=m", "data.train_files=f", "model.fsdp_config.fsdp_size=3", four]
+    assert "model.fsdp_config.fsdp_size" in errors(*supervised, base=[], root="sft_trainer")
 
 
 def test_a_lent_actor_cannot_be_parked():
@@ -457,6 +517,19 @@ def test_bypass_mode_has_a_loss_of_its_own():
     normalize = f"{correction}.rollout_is_batch_normalize"
     assert "micro-batch" in errors(bypass, f"{correction}.rollout_is=token", f"{normalize}=true")[normalize]
     assert "of the bypass_mode surrogate" in objective(load("ppo_trainer", [*GRPO, bypass]).config)
+
+
+def test_vespo_multiplies_the_weights_of_tokens() -> None:
+    """Weights of a sequence, on each of its tokens, would be multiplied once per token."""
+    correction = "algorithm.rollout_correction"
+    vespo = "actor_rollout_ref.actor.policy_loss.loss_mode=vespo"
+    rollout_is = f"{correction}.rollout_is"
+    assert "rollout_is=token" in errors(vespo, f"{rollout_is}=sequence")[rollout_is]
+    normalized = f"{correction}.rollout_is_batch_normalize"
+    found = errors(vespo, f"{rollout_is}=token", f"{normalized}=true")
+    assert "Set it to false" in found[normalized]
+    assert not {rollout_is, normalized} & errors(vespo, f"{rollout_is}=token").keys()
+    assert not {rollout_is} & errors(f"{rollout_is}=sequence").keys()
 
 
 def test_gradient_checkpointing_named_twice():

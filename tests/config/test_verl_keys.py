@@ -177,7 +177,6 @@ def test_names_of_newer_versions_reach_their_place(root, override, path, value):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("distillation.enabled=true", "loss_mode=k1"),
         ("actor_rollout_ref.actor.qat.enable=true", "quantization-aware"),
         ("actor_rollout_ref.rollout.disaggregation.enabled=true", "one engine"),
         ("actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py", "tool_config_path"),
@@ -287,7 +286,8 @@ def test_distillation_with_a_policy_gradient_is_that_of_strop():
     ]
     loaded = load("ppo_trainer", ["distillation.enabled=True", *words])
     found = loaded.config.algorithm.distillation
-    assert (found.enable, found.path, found.task_reward, found.max_log_ratio) == (True, "big", False, 10.0)
+    assert (found.enable, found.path, found.task_reward, found.loss_max_clamp) == (True, "big", False, 10.0)
+    assert (found.loss_mode, found.use_policy_gradient, found.topk) == ("k1", True, 64)
     assert found.nnodes == 0 and [notice[:14] for notice in loaded.notices] == ["distillation.*"]
     assert not load("ppo_trainer", words).config.algorithm.distillation.enable
     named = "distillation.teacher_models.math.model_path=m"
@@ -300,3 +300,30 @@ def test_distillation_with_a_policy_gradient_is_that_of_strop():
             "ppo_trainer",
             ["distillation.enabled=True", *BY_REWARD, named, "distillation.teacher_models.geo.model_path=g"],
         )
+
+
+def test_keys_of_the_distillation_loss_that_are_not_read_are_named():
+    words = ["distillation.enabled=True", TEACHER, *BY_REWARD]
+    more = ["distillation.distillation_loss.policy_loss_mode=gspo", "distillation.distillation_loss.topkk=3"]
+    notices = load("ppo_trainer", [*words, *more]).notices
+    assert len(load("ppo_trainer", words).notices) == 1 and len(notices) == 2
+    assert all(word.partition("=")[0] in notices[1] for word in more) and "have no effect" in notices[1]
+
+
+def test_distillation_with_the_defaults_of_verl_is_a_loss():
+    unset = "distillation.distillation_loss.use_policy_gradient=null"
+    config = load("ppo_trainer", ["distillation.enabled=True", TEACHER, unset]).config
+    assert not config.algorithm.distillation.use_policy_gradient
+    loaded = load("ppo_trainer", ["distillation.enabled=True", TEACHER])
+    found = loaded.config.algorithm.distillation
+    assert (found.loss_mode, found.use_policy_gradient, found.task_reward) == ("k3", False, True)
+    mode = "distillation.distillation_loss.loss_mode=forward_kl_topk"
+    clamp = "distillation.distillation_loss.log_prob_min_clamp=-10.0"
+    found = load(
+        "ppo_trainer", ["distillation.enabled=True", TEACHER, mode, clamp]
+    ).config.algorithm.distillation
+    assert (found.loss_mode, found.use_policy_gradient, found.log_prob_min_clamp) == (
+        "forward_kl_topk",
+        False,
+        -10.0,
+    )

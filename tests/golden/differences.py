@@ -91,6 +91,13 @@ DIFFERENCES = (
         _VERL,
         "computed in float64, so reward components that cancel leave no rounding error for the whitening to amplify",
     ),
+    Difference(
+        "*.compute_gpg_outcome_advantage",
+        "",
+        "advantage gpg",
+        _VERL,
+        "the scale counts rows of groups whose scores differ, as in the paper; the other framework counts scores that are not 0, so a constant added to all scores changes it",
+    ),
     Difference("openrlhf.*.get_advantages_and_returns", "", "advantage gae", _GAPS, _STEP),
     Difference("openrlhf.*.get_cumulative_returns", "", "advantage reinforce", _GAPS, _STEP),
     Difference(

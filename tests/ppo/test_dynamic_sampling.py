@@ -9,9 +9,12 @@ import pytest
 from strop.algorithms.metrics.training import StepRecord
 from strop.config.compose import load
 from strop.config.rules import check
+from strop.config.schema.rollout import RewardWeightsConfig
 from strop.ppo.build import build_group_filter
-from strop.ppo.collect import Collector, EmptyDraws, GroupFilter, shown_scores
-from strop.types import Prompt, Trajectory
+from strop.ppo.collect import Collector, EmptyDraws, GroupFilter, shown_scores, weigh_rewards
+from strop.quickstart.tiny_model import tiny_tokenizer
+from strop.rewards.scorer import Scorer, Shaping
+from strop.types import Prompt, Trajectory, batch_of
 from tests.ppo.runs import run
 
 
@@ -94,6 +97,54 @@ def test_scores_are_shown_shortly():
     assert shown_scores(samples(0, 1, [1.0] * 9)).endswith("1 1 ...")
     assert shown_scores([]) == "none"
     EmptyDraws(GroupFilter("score", None, None), 4).count(4, 0, [], found=0)
+
+
+def scored_answers(scores, lengths, **shaping):
+    """The answers to one prompt, scored by a manager that knows `scores`."""
+
+    class Given:
+        def score(self, samples):
+            return scores
+
+    prompt = Prompt(100, [1, 2], [], "arithmetic")
+    answers = [Trajectory(prompt, 0, [5] * length, [1] * length, [-1.0] * length) for length in lengths]
+    Scorer(tiny_tokenizer(), manager=Given(), shaping=Shaping(**shaping)).score(answers)
+    for answer in answers:
+        weigh_rewards(answer, RewardWeightsConfig(score=2.0))
+    return answers
+
+
+@pytest.mark.parametrize(
+    "shaping",
+    [
+        {"overlong_buffer": 4, "max_response_length": 10},
+        {"overlong_buffer": 4, "max_response_length": 10, "clip": (-0.25, 1.0)},
+    ],
+)
+def test_wrong_answers_of_different_lengths_do_not_disagree(shaping):
+    """The penalty for the length alone would make the shortest wrong answer the best one of its prompt."""
+    answers = scored_answers([0.0, 0.0, 0.0], (2, 8, 10), **shaping)
+    assert len({answer.reward for answer in answers}) > 1
+    assert GroupFilter("score", None, None).keep(answers) == [False] * 3
+    assert GroupFilter("seq_reward", None, None).keep(answers) == [True] * 3
+    assert shown_scores(answers) == "row 100: 0 0 0"
+    mixed = scored_answers([0.0, 1.0, 0.0], (2, 8, 10), **shaping)
+    assert GroupFilter("score", None, None).keep(mixed) == [True] * 3
+
+
+def test_the_range_of_a_filter_is_that_of_unpenalized_scores():
+    """With rollout.agent.reward_weights.score=2 a score of 1 counts 2."""
+    answers = scored_answers([1.0, 1.0], (10, 10), overlong_buffer=4, max_response_length=10)
+    assert [answer.reward for answer in answers] == [0.0, 0.0]
+    assert GroupFilter("score", (1.5, 2.5), None).keep(answers) == [True] * 2
+    assert GroupFilter("score", (-0.5, 0.5), None).keep(answers) == [False] * 2
+
+
+def test_scores_that_are_equal_in_a_batch_do_not_disagree():
+    answers = scored_answers([0.1 + 0.2, 0.3], (2, 2))
+    assert answers[0].score != answers[1].score
+    assert not batch_of(answers).scores.diff(dim=0).any()
+    assert GroupFilter("score", None, None).keep(answers) == [False] * 2
 
 
 @pytest.mark.parametrize(("said", "limit"), [([], None), (["=0"], 0), (["=10"], 10)])

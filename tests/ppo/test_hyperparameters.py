@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from strop.config.compose import load
+from strop.config.hyperparameters import ADVANTAGE_INPUTS
 from strop.config.rules import check
 from strop.config.typed import ConfigError
+from strop.registry import load_module
 from tests.ppo.runs import run, same, weights
 
 ESTIMATOR = """
@@ -191,10 +196,55 @@ def test_a_plugin_is_checked_too(plugin):
 def test_a_hyperparameter_without_a_default_must_be_set(plugin):
     name, plugins = plugin(NEEDS_STRENGTH)
     assert errors(plugins, f"algorithm.adv_estimator=demanding_{name}") == [
-        f"{ADV}.strength: not set, but demanding_{name} needs strength, which has no default."
+        f"{ADV}.strength: not set, but demanding_{name} needs strength, which has no default. The trainer "
+        f"itself passes {', '.join(ADVANTAGE_INPUTS)}."
     ]
 
 
 def test_a_run_that_was_not_checked_refuses_as_well(short):
     with pytest.raises(ConfigError, match=r"grpo takes norm_by_std.*Did you mean eps"):
         run(short, f"{ADV}.epss=1.0")
+
+
+HIGH_ENTROPY = """
+from strop.algorithms.advantages.outcome import grpo
+from strop.catalog import ADVANTAGES
+SEEN = []
+
+@ADVANTAGES.register("high_entropy_{name}", needs=("group", "entropy"), min_group=2)
+def high_entropy(rewards, mask, groups, entropy, *, share: float = 0.2):
+    found = grpo(rewards, mask, groups=groups).advantages
+    keep = entropy >= entropy[mask > 0].quantile(1 - share)
+    SEEN.append((entropy, mask, found * keep))
+    return found * keep
+"""
+
+
+@pytest.mark.parametrize("bypass", ["true", "false"])
+def test_an_estimator_gets_the_entropy_of_each_token(
+    overrides: list[str], task: Path, tmp_path: Path, bypass: str
+) -> None:
+    """Also where the old log-probs are those of the engine, or of the update itself."""
+    file = tmp_path / f"entropy_{bypass}.py"
+    file.write_text(HIGH_ENTROPY.format(name=bypass))
+    found = run(
+        overrides,
+        f"plugins=[{file}]",
+        f"algorithm.adv_estimator=high_entropy_{bypass}",
+        f"algorithm.rollout_correction.bypass_mode={bypass}",
+        "trainer.record_steps=[1]",
+        "trainer.total_training_steps=1",
+    )
+    ((entropy, mask, advantages),) = load_module(str(file)).SEEN
+    sampled = load_file(tmp_path / "run" / "recorded" / "step_1" / "gen.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    for row, tokens in enumerate(sampled["tokens"]):
+        length = int(sampled["lengths"][row])
+        start = int(sampled["prompt_lengths"][row]) - 1
+        with torch.no_grad():
+            logits = model(tokens[None, :length]).logits[0, start : length - 1].double()
+        expected = torch.distributions.Categorical(logits=logits).entropy().float()
+        torch.testing.assert_close(entropy[row, : len(expected)], expected, rtol=1e-5, atol=1e-5)
+    kept = ((advantages != 0) & (mask > 0)).sum() / (advantages.any(-1)[:, None] * mask).sum()
+    assert 0 < kept < 1
+    assert found[1]["actor/grad_norm"] > 0

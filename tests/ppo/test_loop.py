@@ -58,8 +58,10 @@ def test_the_engines_log_probs_save_the_pass_and_are_still_compared(
         f"trainer.default_local_dir={tmp_path}/engine",
     )
     assert len(passes) == (4 if updates == 2 else 0)
+    gaps = [steps[step]["training/rollout_logprobs_diff_max"] for step in range(1, 5)]
+    # Two passes were compared: on some CPUs all tokens of one short step agree to the bit, never those of all.
+    assert 0 < max(gaps) < 1e-4
     for step in range(1, 5):
-        assert 0 < steps[step]["training/rollout_logprobs_diff_max"] < 1e-4
         assert steps[step]["actor/entropy"] > 0
         for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
             assert steps[step][name] == pytest.approx(recomputed[step][name], rel=1e-3, abs=1e-5), name

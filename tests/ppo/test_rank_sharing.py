@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
-from dataclasses import fields, replace
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
 
 from strop.algorithms.metrics.training import staleness
-from strop.ppo.rank_sharing import PackedTrajectories, ReceivedTrajectory
+from strop.ppo.rank_sharing import PackedTrajectories, RankScorer, ReceivedTrajectory
+from strop.quickstart.tiny_model import tiny_tokenizer
+from strop.ranks import Ranks
+from strop.rewards.scorer import Scorer, Shaping
 from strop.types import Batch, Prompt, TokenArrays, Trajectory, Turn, batch_of
 
 PROMPTS = {i: Prompt(i, [1, 2, 3 + i], [], "x") for i in range(3)}
@@ -91,3 +97,43 @@ def test_a_list_that_was_asked_for_or_set_is_what_counts():
     assert other.arrays.response.tolist() == [7, 99, 9] == replace(other, group=3).response
     with pytest.raises(AttributeError, match="nothing"):
         other.nothing  # noqa: B018
+
+
+@dataclass(frozen=True)
+class ThreadRanks(Ranks):
+    """A rank in a thread: what is gathered is a copy, as from another process."""
+
+    board: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    barrier: threading.Barrier = dataclasses.field(default_factory=lambda: threading.Barrier(1))
+
+    def all_gather_object(self, value):
+        self.board[self.rank] = pickle.dumps(value)
+        self.barrier.wait()
+        found = [pickle.loads(self.board[rank]) for rank in range(self.world)]
+        self.barrier.wait()
+        return found
+
+
+class Given:
+    def score(self, samples):
+        return [float(sample.trajectory.group) for sample in samples]
+
+
+def test_every_rank_knows_the_scores_of_all_before_and_after_penalties():
+    """Dynamic sampling on one rank would otherwise keep other prompts than on the next."""
+    board, barrier = {}, threading.Barrier(2)
+    answers = [
+        [Trajectory(PROMPTS[group], group, [5] * 10, [1] * 10, [-1.0] * 10) for group in range(3)]
+        for _ in range(2)
+    ]
+
+    def work(rank):
+        shaping = Shaping(overlong_buffer=4, max_response_length=10)
+        scorer = Scorer(tiny_tokenizer(), manager=Given(), shaping=shaping)
+        RankScorer(scorer, ThreadRanks(rank, 2, board, barrier)).score(answers[rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    for found in answers:
+        assert [t.score for t in found] == [-1.0, 0.0, 1.0]
+        assert [t.unpenalized for t in found] == [0.0, 1.0, 2.0]

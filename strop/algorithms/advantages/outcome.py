@@ -139,12 +139,22 @@ def opo(rewards: Tensor, mask: Tensor, *, groups: Tensor) -> AdvantageResult:
     return _on_tokens(centred_scores(scores, groups, weights=mask.sum(1).double()), mask, rewards)
 
 
-def gpg(rewards: Tensor, mask: Tensor, *, groups: Tensor, f_norm: float = 1.0) -> AdvantageResult:
-    """GPG (Chu et al., 2025): alpha (s_i - mean) / f_norm, alpha = batch size / number of non-zero scores (at
-    least 1)."""
+def gpg(
+    rewards: Tensor, mask: Tensor, *, groups: Tensor, f_norm: float = 1.0, compat: Compat = None
+) -> AdvantageResult:
+    """GPG (Chu et al., 2025): alpha (s_i - mean) / f_norm, alpha = rows / rows of groups whose scores differ
+    (at least 1), because the others have no gradient.
+
+    `compat="verl"` divides by the rows with a score other than 0 instead, which changes if a constant is
+    added to all scores.
+    """
     rewards, mask, scores, groups = _scored(rewards, mask, groups)
-    alpha = len(scores) / max(int(scores.count_nonzero()), 1)
-    return _on_tokens(centred_scores(scores, groups) * (alpha / f_norm), mask, rewards)
+    centred = centred_scores(scores, groups)
+    counted = (group_max(centred.abs(), groups) > 0)[groups]
+    if conventions(compat).gpg_scale == "scores other than 0":
+        counted = scores != 0
+    alpha = len(scores) / max(int(counted.count_nonzero()), 1)
+    return _on_tokens(centred * (alpha / f_norm), mask, rewards)
 
 
 def reinforce_plus_plus_baseline(

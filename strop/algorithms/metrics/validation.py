@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import numbers
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ def validation_metrics(
     estimator: str = "exact",
     seed: int = 42,
     expected_acc_counts: Mapping[tuple[str, Hashable], int] | None = None,
+    sampled: int | None = None,
 ) -> Metrics:
     """Metrics of every numeric variable per data source, averaged over its prompts.
 
@@ -41,7 +42,8 @@ def validation_metrics(
     reported. Variables with a string among their values are skipped; the variable `pred` holds the votes of
     the responses. A missing value (None) excludes the response from that variable. `expected_acc_counts` is
     the number of responses that a prompt should have: missing ones count as `acc` 0, and the accuracy of the
-    others is kept as `acc_success_only`.
+    others is kept as `acc_success_only`. `sampled` is the number of responses to each prompt, which names the
+    metrics also where some have no value. None: each prompt counts under the number of its values.
     """
     if estimator not in ("exact", "bootstrap"):
         raise ValueError(f"The estimator of best@n is 'exact' or 'bootstrap', not {estimator!r}.")
@@ -70,7 +72,9 @@ def validation_metrics(
             for variable, values in prompt.items():
                 if values and variable not in texts:
                     own_votes = list(votes.values()) if votes.keys() == values.keys() else None
-                    found = prompt_metrics(list(values.values()), own_votes, estimator=estimator, seed=seed)
+                    found = prompt_metrics(
+                        list(values.values()), own_votes, estimator=estimator, seed=seed, sampled=sampled
+                    )
                     for metric, value in found.items():
                         # pass@k of only those prompts that happen to have scores of 0 and 1 is biased.
                         if variable not in graded or not metric.startswith("pass@"):
@@ -82,17 +86,29 @@ def validation_metrics(
 
 
 def prompt_metrics(
-    values: Sequence[float], votes: Sequence[Any] | None = None, *, estimator: str = "exact", seed: int = 42
+    values: Sequence[float],
+    votes: Sequence[Any] | None = None,
+    *,
+    estimator: str = "exact",
+    seed: int = 42,
+    sampled: int | None = None,
 ) -> dict[str, float]:
-    """All metrics of one prompt's responses. Votes count only when there is one for every value."""
+    """All metrics of one prompt's responses. Votes count only when there is one for every value.
+
+    With fewer values than `sampled` responses, the mean of those that there are estimates mean@`sampled`;
+    larger subsets than there are values have no metrics.
+    """
     count = len(values)
-    metrics = {f"mean@{count}": float(np.mean(values))}
+    sampled = max(sampled or 0, count)
+    metrics = {f"mean@{sampled}": float(np.mean(values))}
     if count == 1:
         return metrics
-    metrics[f"std@{count}"] = float(np.std(values))
+    metrics[f"std@{sampled}"] = float(np.std(values))
     voting = votes is not None and len(votes) == count
     binary = _is_binary(values)
-    for size in subset_sizes(count):
+    for size in subset_sizes(sampled):
+        if size > count:
+            break
         if estimator == "bootstrap":
             best, worst = bootstrap(values, size, [np.max, np.min], seed=seed)
         else:
@@ -304,8 +320,8 @@ def sign_test(gained: int, lost: int) -> float:
 
 
 def summarise(trajectories: list[Trajectory], best_of_n: str = "exact") -> dict[str, float]:
-    """mean@N, best@N, maj@N ... of every number the scorer reported; failed samples are left out and
-    counted."""
+    """mean@N, best@N, maj@N ... of every number the scorer reported, N being the number of samples of each
+    prompt. Failed samples are left out and counted; the others of their prompt count."""
     scored = [t for t in trajectories if t.score is not None]
     metrics: dict[str, float] = {"val-aux/failed": len(trajectories) - len(scored)}
     if scored:
@@ -316,7 +332,9 @@ def summarise(trajectories: list[Trajectory], best_of_n: str = "exact") -> dict[
                 infos[name] = values
         sources = [t.prompt.data_source for t in scored]
         prompts = [str(t.group) for t in scored]
-        metrics |= name_validation_metrics(validation_metrics(sources, prompts, infos, estimator=best_of_n))
+        sampled = max(Counter(t.group for t in trajectories).values())
+        found = validation_metrics(sources, prompts, infos, estimator=best_of_n, sampled=sampled)
+        metrics |= name_validation_metrics(found)
         turns = [t.num_turns for t in scored]
         metrics |= {
             "val-aux/num_turns/min": min(turns),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from strop.catalog import KL_ESTIMATORS
 from strop.config.derived import (
     device_count,
     engine_name,
@@ -72,15 +73,31 @@ def kl_terms(loaded: Loaded[PpoConfig]) -> Findings:
             "algorithm.use_kl_in_reward",
             f"the KL acts twice, in the reward and in the loss: {objective(loaded.config)}.",
         )
+    if actor.use_kl_loss and KL_ESTIMATORS.entry(actor.kl_loss_type).name in ("k1", "kl"):
+        yield warning(
+            f"{ACTOR}.kl_loss_type",
+            f"{actor.kl_loss_type} as a loss: its gradient is that of log π alone. It does not depend on the "
+            "reference, and on samples of the policy its mean is 0, so it restrains nothing. Set low_var_kl, "
+            f"mse, or {actor.kl_loss_type}+ (the same value with the gradient of mse).",
+        )
 
 
 def reference_model(loaded: Loaded[PpoConfig]) -> Findings:
-    """With LoRA the reference is the base model, so ref.model has no effect."""
+    """With LoRA the reference is the model without any adapter, so ref.model has no effect."""
     group = loaded.config.actor_rollout_ref
-    if group.model.lora_rank and has_reference(loaded.config) and group.ref.model:
+    if not uses_lora(loaded.config) or not has_reference(loaded.config):
+        return
+    if group.ref.model:
         yield warning(
             "actor_rollout_ref.ref.model",
             "with LoRA the reference is the actor without adapters; this section is not read.",
+        )
+    if group.model.lora_adapter_path:
+        yield warning(
+            "actor_rollout_ref.model.lora_adapter_path",
+            f"the reference is the model without the adapter {group.model.lora_adapter_path}, so the KL is "
+            "not 0 when the training begins, and pulls towards the model before that adapter. For the KL to "
+            "the model with it, merge the adapter into model.path first, and set lora_rank.",
         )
 
 
@@ -102,6 +119,13 @@ def dropout(loaded: Loaded[PpoConfig]) -> Findings:
     group = loaded.config.actor_rollout_ref
     yield from dropout_rates("actor_rollout_ref.model", group.model)
     yield from dropout_rates("critic.model", loaded.config.critic.model)
+    if uses_lora(loaded.config) and group.model.lora_dropout:
+        yield warning(
+            "actor_rollout_ref.model.lora_dropout",
+            f"{group.model.lora_dropout:g}: updates are computed with it, and responses are sampled without "
+            "it. So the policy that is trained is not the one that sampled: its ratio is not 1 before it "
+            "changes. Set 0.",
+        )
 
 
 def dropout_rates(section: str, model: ModelConfig) -> Findings:
@@ -111,7 +135,8 @@ def dropout_rates(section: str, model: ModelConfig) -> Findings:
             yield error(
                 f"{section}.override_config.{name}",
                 f"{rate:g}, but models are trained without dropout: with it, the policy that is trained "
-                "would not be the policy that sampled. Set 0; weight_decay and lora_dropout regularise.",
+                "would not be the policy that sampled. Set 0; weight_decay regularises, and in supervised "
+                "training lora_dropout.",
             )
 
 

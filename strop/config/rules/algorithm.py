@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strop.catalog import ADVANTAGES
+from strop.catalog import ADVANTAGES, POLICY_LOSSES
 from strop.config.derived import has_task_reward, rollout_correction
 from strop.config.hyperparameters import advantage_kwargs, policy_loss_kwargs
 from strop.config.rules.findings import Findings, error, warning
@@ -117,6 +117,28 @@ def bypass_mode(loaded: Loaded[PpoConfig]) -> Findings:
             "algorithm.rollout_correction.rollout_is_batch_normalize",
             "true with bypass_mode=true: the weights are known in a micro-batch only, and its mean is not "
             "that of the batch. Set one of them to false.",
+        )
+
+
+def weights_of_vespo(loaded: Loaded[PpoConfig]) -> Findings:
+    """vespo multiplies the weights of the tokens of a row, so each must be that of its token alone."""
+    config = loaded.config
+    correction = rollout_correction(config)
+    loss = POLICY_LOSSES.entry(config.actor_rollout_ref.actor.policy_loss.loss_mode).name
+    if correction.bypass_mode or loss != "vespo":
+        return
+    if correction.rollout_is == "sequence":
+        yield error(
+            "algorithm.rollout_correction.rollout_is",
+            "sequence with loss_mode=vespo: every token has the weight of its sequence, and vespo multiplies "
+            "the weights of tokens, so it would count once per token. Set rollout_is=token, or null with "
+            "actor_rollout_ref.actor.use_rollout_log_probs=true.",
+        )
+    if correction.rollout_is and correction.rollout_is_batch_normalize:
+        yield error(
+            "algorithm.rollout_correction.rollout_is_batch_normalize",
+            "true with loss_mode=vespo: the mean that divides each weight would divide the product once per "
+            "token. Set it to false.",
         )
 
 

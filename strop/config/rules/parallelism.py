@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strop.config.derived import device_count, engine_name, holds_weights, resource_pools
+from strop.config.derived import (
+    device_count,
+    engine_name,
+    has_critic,
+    has_local_teacher,
+    has_reference,
+    holds_weights,
+    resource_pools,
+    uses_lora,
+)
 from strop.config.rules.findings import Findings, error, warning
 
 if TYPE_CHECKING:
@@ -99,6 +108,49 @@ def expert_parallel_training(loaded: Loaded[PpoConfig]) -> Findings:
         devices = device_count(critic)
     key = "critic.model.fsdp_config"
     yield from expert_parallel(key, critic, critic.model.fsdp_config, critic.model, devices)
+
+
+def shard_groups(key: str, strategy: str, fsdp: FsdpConfig, tensor: int, devices: int) -> Findings:
+    """The ranks divide into groups of fsdp_size, and a group into `tensor` parts of each matrix. `key`: that
+    of the fsdp_config of one model."""
+    size = fsdp.fsdp_size
+    if devices == 1 or strategy == "megatron" or size in (-1, devices):
+        return
+    if size < 1 or devices % size:
+        fitting = [one for one in range(1, devices) if devices % one == 0]
+        yield error(
+            f"{key}.fsdp_size",
+            f"{size} does not divide the {devices} devices. Set -1 for all of them, or one of {fitting}.",
+        )
+    elif size % tensor:
+        yield error(
+            f"{key}.fsdp_size",
+            f"{size}: tensor_parallel_size={tensor} does not divide the {size} devices that share one copy "
+            "of the weights. Set -1, or a multiple of it.",
+        )
+
+
+def sharding(loaded: Loaded[PpoConfig]) -> Findings:
+    """Groups of ranks that share the weights of actor, reference, teacher and critic, where these exist."""
+    config = loaded.config
+    actor = config.actor_rollout_ref.actor
+    ref = config.actor_rollout_ref.ref
+    critic = config.critic
+    pools = resource_pools(config)
+    found: list[tuple[str, str, ActorConfig | RefConfig | CriticConfig, FsdpConfig]] = [
+        ("actor", "actor_rollout_ref.actor", actor, actor.fsdp_config)
+    ]
+    # On machines of its own, each device has a whole copy of a frozen model. A local teacher has the settings
+    # of the reference.
+    local_reference = has_reference(config) and not uses_lora(config) and "reference" not in pools
+    if local_reference or has_local_teacher(config):
+        found.append(("actor", "actor_rollout_ref.ref", ref, ref.fsdp_config))
+    if has_critic(config):
+        found.append(("critic", "critic.model", critic, critic.model.fsdp_config))
+    for role, key, section, fsdp in found:
+        devices = device_count(pools.get(role, config.trainer))
+        size = section.tensor_parallel_size
+        yield from shard_groups(f"{key}.fsdp_config", section.strategy, fsdp, size, devices)
 
 
 def param_offload(loaded: Loaded[PpoConfig]) -> Findings:

@@ -58,6 +58,19 @@ def ordered_pair(key: str, pair: list[float] | None) -> Findings:
         yield error(key, f"expected [low, high] with low < high, got {pair}.")
 
 
+def overlong_buffer(loaded: Loaded[PpoConfig]) -> Findings:
+    """The penalty for long responses begins inside of the longest one."""
+    reward = loaded.config.reward_model
+    limit = reward.reward_kwargs.get("max_resp_len") or loaded.config.data.max_response_length
+    buffer = reward.overlong_buffer
+    if buffer.enable and isinstance(limit, int) and not 0 < buffer.len <= limit:
+        yield error(
+            "reward_model.overlong_buffer.len",
+            f"{buffer.len} must lie between 1 and the longest response, {limit} tokens "
+            "(data.max_response_length, or reward_model.reward_kwargs.max_resp_len).",
+        )
+
+
 def resource_pool(loaded: Loaded[PpoConfig]) -> Findings:
     """reward_model.enable_resource_pool needs devices and a reward model that runs on them."""
     reward = loaded.config.reward_model

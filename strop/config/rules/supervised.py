@@ -17,8 +17,8 @@ from strop.config.rules.actor import (
 )
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
 from strop.config.rules.megatron import megatron_schedule, own_balance, role_findings, supervised_role
-from strop.config.rules.parallelism import expert_parallel, tensor_parallel
-from strop.config.rules.trainer import saved_weights
+from strop.config.rules.parallelism import expert_parallel, shard_groups, tensor_parallel
+from strop.config.rules.trainer import no_best_checkpoint, saved_weights
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
@@ -62,6 +62,8 @@ def parallel_sizes(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     yield from tensor_parallel("tensor_parallel_size", config, config.model, devices)
     model = config.model
     yield from expert_parallel("model.fsdp_config", model, model.fsdp_config, model, devices)
+    size = config.tensor_parallel_size
+    yield from shard_groups("model.fsdp_config", model.strategy, model.fsdp_config, size, devices)
     data = config.data
     if data.micro_batch_size is not None and "data.micro_batch_size_per_gpu" in loaded.set_by_user:
         yield error(
@@ -90,11 +92,14 @@ def strategy(loaded: Loaded[AnySupervisedConfig]) -> Findings:
 
 
 def frequencies(loaded: Loaded[AnySupervisedConfig]) -> Findings:
-    """save_freq and test_freq are a number of steps, or one word; what is saved has the weights."""
+    """save_freq and test_freq are a number of steps, or one word; what is saved has the weights, and the best
+    checkpoint needs validations."""
     trainer = loaded.config.trainer
     yield from saved_weights("trainer.checkpoint", trainer.checkpoint)
     yield from _frequency("trainer.save_freq", trainer.save_freq)
     yield from _frequency("trainer.test_freq", trainer.test_freq)
+    if not loaded.config.data.val_files:
+        yield from no_best_checkpoint(trainer, "data.val_files")
 
 
 def _frequency(key: str, value: int | str) -> Findings:
@@ -157,6 +162,13 @@ def preference_loss(loaded: Loaded[RmConfig | DpoConfig]) -> Findings:
     if getattr(config.loss, "label_smoothing", 0.0) >= 0.5:
         yield error(
             "loss.label_smoothing", "0.5: half of all labels wrong is no information. Set it below 0.5."
+        )
+    reference = "reference" in entry.facts["needs"] and not getattr(config.loss, "reference_free", True)
+    if reference and config.model.lora_adapter_path and not getattr(config.loss, "precompute_ref", True):
+        yield warning(
+            "loss.precompute_ref",
+            f"false: the reference is the model without the adapter {config.model.lora_adapter_path}. With "
+            "true it is the model before training, which has the adapter.",
         )
     if inputs == "scores" and config.model.aux_loss_coef:
         yield error("model.aux_loss_coef", "a reward model has no load-balancing loss. Set it to 0.")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from strop.config.schema.model import CheckpointConfig
     from strop.config.schema.ppo import PpoConfig
     from strop.config.schema.roots import TrainingConfig
+    from strop.config.schema.trainer import TrainerConfig
 
 UNSUPPORTED_TRACKERS = ("clearml", "vemlp_wandb")
 """Trackers of verl that Strop does not have."""
@@ -24,6 +25,10 @@ UNSUPPORTED_TRACKERS = ("clearml", "vemlp_wandb")
 def any_training(loaded: Loaded[TrainingConfig]) -> Findings:
     """What every kind of training has: resume, trackers, a device."""
     trainer = loaded.config.trainer
+    if not trainer.default_local_dir.strip():
+        yield error(
+            "trainer.default_local_dir", "empty: checkpoints would go to the working folder. Name a folder."
+        )
     if trainer.resume_mode == "resume_path":
         path = trainer.resume_from_path
         if not path or "global_step_" not in path:
@@ -100,11 +105,16 @@ def checkpoints(loaded: Loaded[PpoConfig]) -> Findings:
         yield warning(
             "trainer.save_freq", f"{trainer.save_freq}: no checkpoint is ever written, not even at the end."
         )
-    elif trainer.best_metric and (trainer.test_freq <= 0 or not loaded.config.data.val_files):
+    elif trainer.test_freq <= 0 or not loaded.config.data.val_files:
+        yield from no_best_checkpoint(trainer, "data.val_files and trainer.test_freq")
+
+
+def no_best_checkpoint(trainer: TrainerConfig, needed: str) -> Findings:
+    """Without a validation no checkpoint is the best one."""
+    if trainer.best_metric:
         yield warning(
             "trainer.best_metric",
-            f"{trainer.best_metric} has no effect, because no step is validated. Set data.val_files and "
-            "trainer.test_freq.",
+            f"{trainer.best_metric} has no effect, because no step is validated. Set {needed}.",
         )
 
 

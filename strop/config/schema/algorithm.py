@@ -42,7 +42,8 @@ class FilterGroupsConfig:
     """Keep only prompts whose samples have different scores, and sample more prompts until the batch is
     full."""
     metric: str | None = setting("score")
-    """Value that must differ between samples: score, acc, or any key that the scorer returns."""
+    """Value that must differ between samples: score (before penalties for the length of a response),
+    seq_reward (the reward that is trained on), acc, or any key that the scorer returns."""
     range: list[float] | None = setting(None)
     """Keep prompts whose mean lies strictly between low and high, instead of prompts whose samples differ."""
     max_num_gen_batches: int | None = setting(None, at_least=0)

@@ -89,7 +89,8 @@ class ModelConfig:
     lora_alpha: float = setting(16, at_least=0)
     """LoRA scale; the update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: float = setting(0.0, at_least=0, at_most=1)
-    """Dropout in front of the adapters, also of those in lora_adapter_path."""
+    """Dropout in front of the adapters, also of those in lora_adapter_path. For supervised training:
+    responses of reinforcement learning are sampled without it."""
     target_modules: str | list[str] = setting("all-linear")
     """Modules that get an adapter."""
     exclude_modules: str | list[str] | None = setting(None)

@@ -21,9 +21,10 @@ class MultiTurnDataConfig:
     messages_key: str = "messages"
     """Column with the conversation."""
     tools_key: str = "tools"
-    """Column with tool schemas."""
+    """Column with the JSON schemas of the tools that the prompt of a row lists; also of rows with a prompt
+    and a response."""
     enable_thinking_key: str = "enable_thinking"
-    """Column that switches the template's thinking mode."""
+    """Column that switches the template's thinking mode; also of rows with a prompt and a response."""
 
 
 @dataclass(eq=False)
@@ -112,7 +113,7 @@ class SftDataConfig(SupervisedDataConfig):
     pad_mode: str = inert("no_padding", "rows are always packed")
     """Padding mode."""
     ignore_input_ids_mismatch: bool = inert(
-        False, "a template that is not prefix-stable is refused by the preflight"
+        False, "the preflight refuses rows of which the template rewrites earlier turns"
     )
     """Accept templates that rewrite earlier turns."""
 
@@ -127,6 +128,8 @@ class PairDataConfig(SupervisedDataConfig):
     """Column with the chosen response."""
     rejected_key: str = setting("rejected")
     """Column with the rejected response."""
+    tools_key: str = "tools"
+    """Column with the JSON schemas of the tools that the prompt of a row lists."""
     margin_key: str = "margin"
     """Column with the margin between the responses, for loss.margin."""
 

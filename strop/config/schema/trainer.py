@@ -45,7 +45,8 @@ class TrainerConfig:
     """Length, logging, checkpoints and devices of the run."""
 
     total_epochs: int = setting(30, at_least=1)
-    """Passes over the training rows."""
+    """Passes over the training rows. With dynamic sampling there are as many steps as without it, so dropped
+    prompts mean more passes."""
     total_training_steps: int | None = setting(None, at_least=1)
     """Number of training steps; overrides total_epochs."""
     project_name: str = setting("strop")
