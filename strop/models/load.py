@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,11 +36,9 @@ def weights_of(name: str) -> Iterator[None]:
     damaged file, if there is one."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
         check_weights(Path(name))
-        raise ValueError(
-            f"The weights of {name!r} cannot be loaded: {refused_code_or_first_line(error)}"
-        ) from error
+        raise ValueError(f"The weights of {name!r} cannot be loaded: {reason_of(error)}") from error
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -89,7 +88,9 @@ def refuse_mismatch(name: str, mismatched: Iterable[tuple[str, Sequence[int], Se
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+    """With the next line if it ends in a colon, and with the class of an error whose text says little."""
+    line = " ".join(re.split(r"(?<!:)\n", str(error).strip(), maxsplit=1)[0].split())
+    return f"{type(error).__name__}: {line}" if isinstance(error, LookupError | TypeError) else line
 
 
 # --- sources ------------------------------------------------------------------------------------------------
@@ -234,16 +235,16 @@ def load_config(
     try:
         with _gguf_read_once(at):
             config = AutoConfig.from_pretrained(at.name, trust_remote_code=trust_remote_code, **at.arguments)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise ValueError(
-            f"The model configuration of {at.name!r} cannot be read: {refused_code_or_first_line(error)}"
+            f"The model configuration of {at.name!r} cannot be read: {reason_of(error)}"
         ) from error
     if not trust_remote_code:
         _refuse_foreign_kernels(config, at.name)
     return override_config(config, override or {})
 
 
-def refused_code_or_first_line(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The first line of an error; where transformers refuses to run code of the folder, what to set."""
     if "trust_remote_code" not in str(error):
         return first_line(error)
@@ -385,7 +386,7 @@ def _tokenizer_problem(source: WeightFiles, error: Exception) -> str:
             f"the folder holds none of {', '.join(TOKENIZER_FILES)}. Copy them there, or name the folder "
             "that has them in model.tokenizer_path."
         )
-    return refused_code_or_first_line(error)
+    return reason_of(error)
 
 
 def _take_special_tokens(tokenizer: Any, file: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,15 +20,9 @@ from transformers import PreTrainedModel
 
 from strop.config.schema.model import ModelConfig
 from strop.extras import require
+from strop.models.adapter_files import check_adapter_folder, refuse_part_of_adapter
 from strop.models.heads import HEAD
 from strop.models.nf4.layers import Nf4Linear, dense_weight, dequantize_layers
-
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_BEYOND_LORA = (
-    *("use_dora", "use_qalora", "alora_invocation_tokens", "arrow_config", "lora_bias"),
-    *("modules_to_save", "trainable_token_indices", "layer_replication"),
-)
-"""Keys of adapter_config.json with which the model computes more than W x + scale B A x."""
 
 
 def add_adapters(
@@ -111,56 +104,20 @@ def load_adapters(model: nn.Module, path: str, *, only_lora: bool = True) -> Any
     other kinds, which `merged_weights` and `adapters_off` would leave out; peft itself can merge them."""
     peft = require("peft", extra="lora", why="lora_adapter_path")
     folder = Path(path).expanduser()
-    if not (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"lora_adapter_path={path!r} holds no adapter: there is no adapter_config.json in it."
-        )
-    if not any((folder / name).is_file() for name in ADAPTER_FILES):
-        raise ValueError(
-            f"lora_adapter_path={path!r} holds no weights: there is none of {', '.join(ADAPTER_FILES)} in it."
-        )
-    said = _adapter_config(folder / "adapter_config.json")
-    if only_lora:
-        _refuse_other_kinds(path, said)
+    check_adapter_folder(folder, path, only_lora=only_lora)
+    mapping = getattr(model, "_checkpoint_conversion_mapping", {})
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        # Once more, because only this call says which weights were not loaded.
+        loaded = adapted.load_adapter(str(folder), FIRST_ADAPTER, is_trainable=True, key_mapping=mapping)
+    except (OSError, ValueError, TypeError, RuntimeError, LookupError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"The adapter of lora_adapter_path={path!r} cannot be loaded into this model: {reason}"
         ) from error
+    refuse_part_of_adapter(path, loaded.missing_keys, loaded.unexpected_keys)
     _refuse_tied(adapted)
     return _train_head(adapted)
-
-
-def _adapter_config(file: Path) -> dict[str, Any]:
-    """What an adapter_config.json says. Refused is one with megatron_config: peft imports the module that it
-    calls megatron_core, whatever it is."""
-    try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"{file} is not the configuration of an adapter: it holds a {type(said).__name__}.")
-    if said.get("megatron_config"):
-        raise ValueError(
-            f"{file} sets megatron_config, with which peft imports a module by name. Adapters of Megatron "
-            "layers are not supported; take megatron_config out."
-        )
-    return said
-
-
-def _refuse_other_kinds(path: str, said: Mapping[str, Any]) -> None:
-    beyond = [f"{key}={said[key]!r}" for key in _BEYOND_LORA if said.get(key)]
-    for key, plain in (("peft_type", "LORA"), ("bias", "none")):
-        if said.get(key, plain) != plain:
-            beyond.append(f"{key}={said[key]!r}")
-    if beyond:
-        raise ValueError(
-            f"The adapter of lora_adapter_path={path!r} has {', '.join(beyond)}; Strop trains and exports "
-            "LoRA with A and B alone. Merge it into the model with peft (merge_and_unload, save_pretrained), "
-            "give that folder as the model, and set lora_rank to train new adapters."
-        )
 
 
 def _refuse_tied(adapted: Any) -> None:

@@ -246,10 +246,10 @@ ROLLOUT_NAMES = (
     "fp32_head",
     *("fused_qkv", "fused_lora"),
     "state_precision",
-    "packed_linear",
+    *("packed_linear", "decode_attention"),
     DELTA_RULE,
 )
-"""The patches of rollout/native/borrowed_model.py, and the kernels of layouts/delta_rule.py."""
+"""The patches of rollout/native/borrowed_model.py, rollout/native/cpu and layouts/delta_rule.py."""
 
 
 # --- applying and undoing -----------------------------------------------------------------------------------

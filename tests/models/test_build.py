@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -51,6 +53,16 @@ def test_flash_attention_is_used_where_it_is(monkeypatch, caplog):
     build._has_flash_attention.cache_clear()
     assert caplog.text.count("flash-attn is not installed") == 1
     assert build.attention_of(ModelConfig(override_config={"attn_implementation": "eager"})) == "eager"
+
+
+def test_a_module_whose_weights_come_later_has_the_generation_config_of_its_folder(tmp_path):
+    """Else its samples would end at other tokens on several ranks than in one process."""
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    written = {"eos_token_id": [2, 5, 7], "temperature": 0.6, "top_k": 20, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    for weights in (True, False):
+        made = build.build_policy(ModelConfig(path=str(tmp_path)), weights=weights).generation_config
+        assert {name: getattr(made, name) for name in written} == written
 
 
 def test_adapters_larger_than_every_matrix_are_refused() -> None:

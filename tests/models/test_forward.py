@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms import logprobs, logprobs_of_logits
+from strop.algorithms.distillation import forward_kl_topk
 from strop.models.attention import PACKED, set_attention
 from strop.models.forward import head_is_plain, own_logits, response_outputs, sequence_scores
 from strop.models.heads import new_scalar_model
@@ -52,6 +53,79 @@ def test_outputs_and_gradients_equal_a_plain_forward(family, chunk, packed):
     (found["log_probs"] * batch.advantages + 0.1 * found["entropy"]).sum().backward()
     scale = expected_gradient.abs().max()
     torch.testing.assert_close(gradient(model) / scale, expected_gradient / scale, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("chunk", [7, None], ids=["chunks", "whole"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second caps its logits
+def test_log_probs_of_the_likeliest_tokens_equal_a_plain_forward(family, chunk, packed):
+    """What a teacher gives: ids and log-probs. What a student gives for the same ids: log-probs with
+    gradients."""
+    model, batch = tiny_model(family), tiny_batch()
+    model.set_attn_implementation("eager")  # sdpa leaves caps of attention out
+    rows = []
+    for sequence, prompt in zip(batch.sequences, batch.prompt_lengths.tolist(), strict=True):
+        logits = model(input_ids=sequence[None]).logits[0, prompt - 1 : -1] / 0.7
+        rows.append(logits.log_softmax(-1).topk(3, dim=-1))
+    torch.cat([row.values for row in rows]).sum().backward()
+    expected_gradient = gradient(model)
+
+    options = {"temperature": 0.7, "packed": packed, "chunk": chunk}
+    found = response_outputs(model, batch, ["log_probs", "top_ids", "top_log_probs"], topk=3, **options)
+    for row, expected in enumerate(rows):
+        length = len(expected.values)
+        assert torch.equal(found["top_ids"][row, :length].long(), expected.indices)
+        torch.testing.assert_close(found["top_log_probs"][row, :length], expected.values)
+        assert not found["top_log_probs"][row, length:].any()
+
+    given = batch.replace(teacher_top_ids=found["top_ids"], teacher_top_log_probs=found["top_log_probs"])
+    student = response_outputs(model, given, ["log_probs", "student_top_log_probs"], **options)
+    torch.testing.assert_close(student["student_top_log_probs"], found["top_log_probs"])
+    student["student_top_log_probs"].sum().backward()
+    scale = expected_gradient.abs().max()
+    torch.testing.assert_close(gradient(model) / scale, expected_gradient / scale, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second caps its logits
+@pytest.mark.parametrize("more", [(), ("top_ids", "top_log_probs"), ("student_top_log_probs",)], ids=str)
+def test_rows_without_a_response_have_columns_of_zeros(family, more):
+    """All samples of a micro-batch may have failed before their first token."""
+    batch = tiny_batch([(3, 0), (5, 0)])
+    batch = batch.replace(mask=torch.zeros(2, 4), teacher_top_ids=torch.zeros(2, 4, 3, dtype=torch.int32))
+    found = response_outputs(tiny_model(family), batch, ["log_probs", *more], topk=3)
+    assert found["log_probs"].shape == (2, 4)
+    for name in more:
+        assert found[name].shape == (2, 4, 3)
+    for table in found.values():
+        assert not table.any()
+    found["log_probs"].sum().backward()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_token_that_only_the_teacher_has_is_left_out(family):
+    """Models of one family are padded to vocabularies of different sizes."""
+    model, batch = tiny_model(family), tiny_batch()
+    ids = torch.randint(0, 61, (*batch.mask.shape, 3), generator=torch.Generator().manual_seed(0))
+    ids[:, :, 1] = 61  # the first one beyond the vocabulary
+    want = ["log_probs", "student_top_log_probs"]
+    found = response_outputs(model, batch.replace(teacher_top_ids=ids), want)["student_top_log_probs"]
+    kept = batch.replace(teacher_top_ids=ids[:, :, ::2].contiguous())
+    expected = response_outputs(model, kept, want)["student_top_log_probs"]
+    assert found[:, :, 1].isneginf().all()
+    torch.testing.assert_close(found[:, :, ::2], expected)
+
+    teacher = torch.tensor([0.5, 0.3, 0.2]).log().expand(found.shape)
+    gradients = []
+    for own, theirs in ((found, teacher), (expected, teacher[:, :, ::2])):
+        model.zero_grad()
+        (forward_kl_topk(own, theirs) * batch.mask).sum().backward(retain_graph=True)
+        gradients.append(gradient(model))
+    assert gradients[0].abs().max() > 0.1
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+    ids[2, 4] = 100
+    with pytest.raises(ValueError, match=r"\[100, 100, 100\], is one of the policy's 61"):
+        response_outputs(model, batch.replace(teacher_top_ids=ids), want)
 
 
 @pytest.mark.parametrize("want", [("log_probs", "observed_entropy"), ("log_probs", "entropy")])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -157,6 +158,29 @@ def test_weights_of_another_size_are_refused_with_their_shapes(folder, build):
         build(ModelConfig(path=str(folder)))
 
 
+def test_a_configuration_that_is_not_valid_names_its_folder_and_field(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
+    with pytest.raises(ValueError, match=rf"configuration of '{folder}' .*num_hidden_layers.* expected int"):
+        build_policy(ModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_head_in_the_files_that_differs_from_the_embedding_is_a_weight_of_its_own(folder, weights):
+    """Ranks build the model without weights: they must train the weights that one device trains."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    model = build_policy(ModelConfig(path=str(folder)), weights=weights)
+    assert "lm_head.weight" in dict(model.named_parameters())
+    assert not model.config.tie_word_embeddings
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+              folder / "model.safetensors", {"format": "pt"})  # fmt: skip
+    model = build_policy(ModelConfig(path=str(folder)), weights=weights)
+    assert "lm_head.weight" not in dict(model.named_parameters())
+
+
 def test_a_folder_without_tokenizer_says_what_it_lacks(folder):
     with pytest.raises(ValueError, match=r"holds none of tokenizer\.json, .* model\.tokenizer_path"):
         build_tokenizer(ModelConfig(path=str(folder)))
@@ -259,6 +283,26 @@ def test_adapters_that_an_export_would_leave_out_are_refused(folder, tmp_path, k
     settings = ModelConfig(path=str(folder), lora_adapter_path=str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match=f"has {said}.*Merge it into the model"):
         build_policy(settings)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_an_adapter_of_which_a_part_would_be_left_out_is_refused(folder, tmp_path, weights):
+    """That of another model, or of more layers: peft only warns."""
+    place = tmp_path / "adapter"
+    settings = ModelConfig(path=str(folder), lora_adapter_path=str(place))
+    build_policy(ModelConfig(path=str(folder), lora_rank=4)).save_pretrained(place)
+    build_policy(settings, weights=weights)
+    tensors = load_file(place / "adapter_model.safetensors")
+    other = {name.replace("layers.1", "layers.7"): tensor for name, tensor in tensors.items()}
+    for left in (other, {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}):
+        save_file(left, place / "adapter_model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=r"does not fit this model: 14 weights are missing"):
+            build_policy(settings, weights=weights)
+    save_file(tensors, place / "adapter_model.safetensors", {"format": "pt"})
+    config = json.loads((place / "adapter_config.json").read_text())
+    (place / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    with pytest.raises(ValueError, match=r"0 weights are missing .* 24 fit nowhere"):
+        build_policy(settings, weights=weights)
 
 
 def test_adapters_that_cannot_be_read(folder, tmp_path):

@@ -35,6 +35,7 @@ from strop.models.patches import (
 from strop.models.residual import narrows
 from strop.models.self_check import same
 from strop.rollout.native.borrowed_model import ROLLOUT_PATCHES, RolloutPatches
+from strop.rollout.native.cpu.decode_attention import NAME as DECODE_ATTENTION
 from strop.rollout.native.cpu.packed_linear import PACKED_LINEAR
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.rollout import tiny as rollout_tiny
@@ -273,7 +274,8 @@ def test_a_self_check_takes_no_exception_of_torch_for_a_broken_kernel():
 
 
 def test_rollout_patches_are_listed_and_undone(gpu):
-    assert (*(patch.name for patch in ROLLOUT_PATCHES), PACKED_LINEAR.name, DELTA_RULE) == ROLLOUT_NAMES
+    names = (*(patch.name for patch in ROLLOUT_PATCHES), PACKED_LINEAR.name, DECODE_ATTENTION, DELTA_RULE)
+    assert names == ROLLOUT_NAMES
     names = [patch.name for patch in (*MODEL_PATCHES, *DEVICE_PATCHES, *ROLLOUT_PATCHES, PACKED_LINEAR)]
     assert len(set(names)) == len(names)
     model = tiny_model().train()
