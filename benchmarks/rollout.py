@@ -13,8 +13,9 @@ from a log-normal distribution with this median and sigma and at most 8,192, and
 exactly this length. `--cache-gib 30` limits the KV cache of the native engine and of vLLM; each line says
 how many rows were in flight. With `--quantization fp8` the engine `native-fp8` is measured too (`int8`:
 `native-int8`), with `--kv-cache-dtype fp8` the engine `native-fp8cache`. Engines take turns so that a noisy
-moment hits all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats), then
-the ratios of the native engine to the others.
+moment hits all of them; the first round warms up, and `--warm-up-tokens 64` makes it short. Prints one JSON
+line per engine (median, minimum and maximum over the repeats), then the ratios of the native engine to the
+others.
 
 `native` decodes token by token. `--speculation auto` (or `on`) adds `native-auto` (`native-on`), which
 guesses tokens from earlier answers; `--draft-model` adds `native-draft`, for which that model, or a random
@@ -53,6 +54,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,15 +302,19 @@ class Ours:
             ignore_eos=not options.ragged,
             stop_ids=end_tokens(model, options),
         )
+        self._warm_up = options.warm_up_tokens
         self._cuda, self._turn = options.device == "cuda", 0
 
     def __call__(self) -> tuple[int, float]:
         self._turn += 1
+        requests = self._requests
+        if self._turn == 1 and self._warm_up is not None:
+            requests = [replace(one, max_tokens=min(one.max_tokens, self._warm_up)) for one in requests]
         self._engine.update_weights(
             (), self._turn
         )  # each round computes its prompts, as after a weight update
         start = time.perf_counter()
-        answers = self._engine.generate(self._requests, self._sampling)
+        answers = self._engine.generate(requests, self._sampling)
         if self._cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -366,6 +372,7 @@ class Vllm:
             "eager": name.endswith("-eager"),
             "memory": options.vllm_memory,
             "cache_bytes": cache_bytes(options),
+            "warm_up_tokens": options.warm_up_tokens,
             "settings": json.loads(options.vllm_settings),
             **(more or {}),
         }
@@ -463,6 +470,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--vllm-memory", type=float, default=0.5, help="share of the memory for each vLLM")
     parser.add_argument("--vllm-settings", default="{}", help="more arguments of vllm.LLM as JSON")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--warm-up-tokens", type=int, help="most new tokens of a completion in the first round"
+    )
     parser.add_argument("--speculation", default="off", choices=("off", "on", "auto"))
     parser.add_argument(
         "--draft-model", help="folder of a small model, or a shape: it guesses instead (native-draft)"

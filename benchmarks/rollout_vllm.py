@@ -84,10 +84,14 @@ def main() -> None:
         print(json.dumps(facts), file=answers, flush=True)
 
     say(version=vllm.__version__, seconds=round(time.perf_counter() - start, 1))
-    for _ in sys.stdin:
+    most = work["warm_up_tokens"]  # None: as many as in the other rounds
+    for turn, _ in enumerate(sys.stdin):
+        now = sampling
+        if turn == 0 and most is not None:
+            now = [vllm.SamplingParams(max_tokens=min(limit, most), **settings) for limit in work["limits"]]
         watch = RowWatch(engine)
         start = time.perf_counter()
-        found = engine.generate(prompts, sampling, use_tqdm=False)
+        found = engine.generate(prompts, now, use_tqdm=False)
         seconds = time.perf_counter() - start
         rows = watch.most()
         outputs = [output for answer in found for output in answer.outputs]

@@ -31,6 +31,9 @@ _kept_in: list[Path] = []
 """The folder for the output of processes that died; the last entry counts."""
 _TERMINATE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""
+_IDLE_SECONDS = 2.0
+"""After which an unused connection is closed. vLLM and SGLang close it after 5 seconds, and a request that is
+sent at that moment would be lost."""
 _GUARD = 'read -r _; kill -s KILL -- "-$1"; rm -rf "$2"'
 """Shell script that waits for the end of its stdin, which is the end of this process, however it comes."""
 
@@ -61,7 +64,9 @@ class JsonClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"strop-{name}-http", daemon=True)
         self._thread.start()
         # No timeout and no limit of connections: generation takes long, and the server does the queueing.
-        limits = self._http.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = self._http.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=_IDLE_SECONDS
+        )
         # http:// needs no certificates, and loading them is slow.
         transport = self._http.AsyncHTTPTransport(verify=url.startswith("https://"), limits=limits, retries=3)
         self._client = self._http.AsyncClient(base_url=self._url, timeout=None, transport=transport)

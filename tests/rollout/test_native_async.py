@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+
+import pytest
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine
 from strop.rollout.native.async_driver import short_switch_interval
+from strop.rollout.native.requests import RequestState
 from tests.rollout import tiny
 
 
@@ -78,3 +82,39 @@ def test_turns_are_as_usual_when_the_last_of_several_engines_has_stopped() -> No
     assert sys.getswitchinterval() == usual / 10
     second.__exit__(None, None, None)
     assert sys.getswitchinterval() == usual
+
+
+def test_a_request_that_comes_while_the_engine_closes_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its coroutine would wait forever."""
+    engine = NativeEngine(tiny.make())
+    engine.generate([Request([1])], Sampling(max_tokens=1))
+    submitted: list[RequestState] = []
+    abort = engine.abort
+
+    def submit() -> None:
+        submitted.append(engine.submit(Request([1, 2]), Sampling(max_tokens=3)))
+
+    thread = threading.Thread(target=submit)
+
+    def abort_and_submit() -> None:
+        abort()
+        thread.start()
+        thread.join(0.2)
+
+    monkeypatch.setattr(engine, "abort", abort_and_submit)
+    engine.close()
+    thread.join()
+    with engine.borrowed_model():
+        for _ in range(10):
+            engine.step()
+    assert submitted[0].done
+
+
+def test_requests_beside_one_that_cannot_be_read_are_not_computed_later() -> None:
+    engine = NativeEngine(tiny.make())
+    heard: list[object] = []
+    first = Request([1, 2], on_tokens=lambda *tokens: heard.append(tokens))
+    with pytest.raises(TypeError):
+        engine.generate([first, Request([1, "x"])], Sampling(max_tokens=3))  # type: ignore[list-item] # a text
+    engine.generate([Request([1])], Sampling(max_tokens=3))
+    assert not heard and engine.idle

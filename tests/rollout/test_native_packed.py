@@ -46,8 +46,21 @@ def test_the_numbers_are_those_of_plain_layers(made: list[nn.Module], kind: str)
 
 
 def test_short_rollouts_are_not_worth_it(made: list[nn.Module]) -> None:
-    NativeEngine(tiny.make()).generate([Request(p) for p in PROMPTS], Sampling(max_tokens=packed.STEPS))
+    engine = NativeEngine(tiny.make())
+    short = Sampling(temperature=0, max_tokens=packed.STEPS + 1)  # the first token comes from the prefill
+    engine.generate([Request(p) for p in PROMPTS], short)
     assert not made
+    engine.generate([Request(PROMPTS[0], max_tokens=2)], GREEDY)  # one more step under the same weights
+    assert made
+
+
+def test_rollouts_that_may_become_long_are_packed_before_the_first_step(made: list[nn.Module]) -> None:
+    engine = NativeEngine(tiny.make())
+    stop = tiny.plain_greedy(tiny.make(), PROMPTS[1], 2)[1]
+    ended = Sampling(temperature=0, max_tokens=packed.LONG + 1, stop_ids=(stop,))
+    answer = engine.generate([Request(PROMPTS[1])], ended)[0][0]
+    assert len(answer.ids) == 2  # one decode step
+    assert made
 
 
 def test_weights_that_change_are_packed_anew_and_training_sees_plain_layers(made: list[nn.Module]) -> None:

@@ -23,6 +23,7 @@ from strop.models.layouts.mixers import MixerForward
 from strop.models.layouts.sequences import PackedSequences
 from strop.models.layouts.states import RowStates
 from strop.models.varlen import DEVICES, flash_kernels, varlen_kernel
+from strop.rollout.native.cpu.decode_attention import decode_attention
 from strop.rollout.native.decode_rows import SharedRows
 from strop.rollout.native.kv_cache import KVCache, kernels
 from strop.rollout.native.pages import PagedKVCache
@@ -44,6 +45,11 @@ class AttentionOptions:
     """Scores become softcap · tanh(scores / softcap)."""
     sinks: Tensor | None = None
     """One score per head that takes part in the softmax and has no value."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the scores go into the softmax as they are."""
+        return self.softcap is None and self.sinks is None
 
     @property
     def arguments(self) -> dict[str, float | int | Tensor | None]:
@@ -160,7 +166,7 @@ class Prefill:
         k = key[0].transpose(0, 1)
         v = value[0].transpose(0, 1)
         k, v = self.cache.tensors.write(layer, self.slots, k, v)
-        plain_heads = options.softcap is None and options.sinks is None and k.shape[2] == v.shape[2]
+        plain_heads = options.is_plain and k.shape[2] == v.shape[2]
         if q.device.type in DEVICES and plain_heads and self._causal:
             out = self._in_one_kernel(layer, q, k, v, options)
             if out is not None:
@@ -222,10 +228,13 @@ class Decode:
         positions: Tensor,
         spans: Sequence[tuple[int, int, int]],
         running: Tensor | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """`running`: rows whose states are updated; None: all."""
+        """`running`: rows whose states are updated; None: all. `compiled`: with the C function of a CPU."""
         self.cache = cache
         self._running = running
+        self._compiled = compiled
         self.rows = rows
         self.positions = positions
         self.spans = spans
@@ -255,6 +264,10 @@ class Decode:
             return out
         self.cache.tensors.write(layer, self.slots, key[:, :, 0], value[:, :, 0])
         heads = query.shape[1] // key.shape[1]
+        if self._compiled and options.is_plain:
+            folded = query[:, :, 0].unflatten(1, (key.shape[1], heads))
+            keys, values = self.cache.whole(layer)
+            return decode_attention(folded, keys, values, self.rows, self.positions, options)
         parts = []
         for span, (first, end, used) in enumerate(self.spans):
             keys, values = self.cache.read(layer, slice(first, end), used)
@@ -284,8 +297,18 @@ class SharedDecode:
     """One token for each of the first rows, computed once for rows that hold exactly the same tokens; each
     row keeps its own cache."""
 
-    def __init__(self, cache: Cache, rows: Tensor, positions: Tensor, used: int, shared: SharedRows) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        rows: Tensor,
+        positions: Tensor,
+        used: int,
+        shared: SharedRows,
+        *,
+        compiled: bool = False,
+    ) -> None:
         self.cache = cache
+        self._compiled = compiled
         self.slots = cache.slots(rows, positions)
         self.positions = positions
         self.used = used
@@ -301,8 +324,11 @@ class SharedDecode:
         first = self.shared.first
         group = self.shared.group
         self.cache.tensors.write(layer, self.slots, key[group, :, 0], value[group, :, 0])
-        keys, values = self.cache.read(layer, first, self.used)
         folded = query[:, :, 0].unflatten(1, (key.shape[1], -1))
+        if self._compiled and options.is_plain:
+            keys, values = self.cache.whole(layer)
+            return decode_attention(folded, keys, values, first, self.positions[first], options)
+        keys, values = self.cache.read(layer, first, self.used)
         mask = self._masks.get(options.window)
         if mask is None:
             columns = torch.arange(self.used, device=self.positions.device)
@@ -333,7 +359,7 @@ def attention_output(
 
     `folded`: query is [B, key heads, heads per key head, D], a single position, instead of [B, heads, T, D].
     """
-    if options.softcap is not None or options.sinks is not None:
+    if not options.is_plain:
         out = _eager_attention(query, key, value, options, mask, causal, folded)
     else:
         grouped = query.shape[1] != key.shape[1]

@@ -29,7 +29,14 @@ from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
 from strop.rollout.native.cpu.adapted_linear import adapted_changes
 from strop.rollout.native.cpu.frozen_weights import FrozenLinear
-from strop.rollout.native.cpu.packed_linear import FEW, PACKED_LINEAR, STEPS, find_frozen, refreshed
+from strop.rollout.native.cpu.packed_linear import (
+    FEW,
+    LONG,
+    PACKED_LINEAR,
+    STEPS,
+    find_frozen,
+    refreshed,
+)
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.meter import cache_memory
 from strop.rollout.native.quantization import QuantizedLayers
@@ -207,12 +214,13 @@ def _undone_on_error(changes: list[Change]) -> Iterator[None]:
 
 
 class PackedLinear:
-    """Copies of the weights of one model: of frozen ones from the first step on, of all others after some
-    decode steps."""
+    """Copies of the weights of one model: of frozen ones from the first step on, of all others as soon as
+    they pay."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._steps = 0
+        self._decided = False
         self._applied = False
         self.changes: Sequence[Change] = ()
         self._searched = False
@@ -220,12 +228,16 @@ class PackedLinear:
         """The layers with copies of frozen weights."""
         self._frozen_changes: list[Change] = []
 
-    def stepped(self, rows: int) -> None:
-        """Count a decode step of so many rows."""
-        if rows > FEW:
+    def before_step(self, rows: int, left: int) -> None:
+        """Make the copies if they pay: a decode step of so many rows comes, and a response may have up to
+        `left` more tokens."""
+        if self._decided or rows > FEW:
             return
-        self._steps += 1
-        if self._steps == STEPS and is_chosen(self._model, PACKED_LINEAR):
+        if self._steps < STEPS and left < LONG:
+            self._steps += 1
+            return
+        self._decided = True
+        if is_chosen(self._model, PACKED_LINEAR):
             self.changes = PACKED_LINEAR.apply(self._model, PatchContext())
             self._applied = bool(self.changes)
 
@@ -259,6 +271,7 @@ class PackedLinear:
         self.undo()
         self.changes = ()
         self._steps = 0
+        self._decided = False
 
 
 # --- borrowing ----------------------------------------------------------------------------------------------

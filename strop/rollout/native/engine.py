@@ -122,9 +122,10 @@ class NativeEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, more: MoreRequests | None = None
     ) -> list[list[Completion]]:
-        states = [self.submit(request, sampling) for request in requests]
-        pending = list(states)
+        states: list[RequestState] = []
         try:
+            states += (self.submit(request, sampling) for request in requests)
+            pending = list(states)
             with self.borrowed_model():
                 while pending or more is not None:
                     if more is not None and (free := self._num_free_slots()):
@@ -138,7 +139,7 @@ class NativeEngine:
                         self.step()
                 with self._lock, self._on_stream():
                     self._drop_aborted()
-        except BaseException:  # of `more`, or a signal: the next call must not compute these requests
+        except BaseException:  # of a request, `more` or a signal: the next call must not compute the others
             self._cancelled.update(state.number for state in states)
             raise
         return [state.result() for state in states]
@@ -238,8 +239,8 @@ class NativeEngine:
             return self._meter.read(self._max_num_seqs)
 
     def close(self) -> None:
-        self.abort()
         with self._lock, self._on_stream():
+            self.abort()  # no thread submits a request between this and the next lines
             self._drop_aborted()
             self._step_loop = None
         self._async_driver.close()
@@ -360,7 +361,7 @@ class NativeEngine:
             max_num_seqs=self._max_num_seqs,
             prefix_caching=self._prefix_caching,
             on_finished=self._on_finished,
-            after_step=self.borrowed_model.packed.stepped,
+            before_step=self.borrowed_model.packed.before_step,
             meter=self._meter,
             speculation=self._speculation,
         )

@@ -23,6 +23,7 @@ from strop.rollout.native.attention import (
     SharedDecode,
     Step,
 )
+from strop.rollout.native.cpu import decode_attention as compiled_attention
 from strop.rollout.native.cuda_graphs import CudaGraphs
 from strop.rollout.native.decode_rows import RUNNING, DecodeRows, Features
 from strop.rollout.native.experts.recording import ExpertRecorder
@@ -128,11 +129,21 @@ class Runner:
             raise self._refusal(f"has layers of the kind {', '.join(kinds)}")
         if not probe.layers and not probe.states:
             raise self._refusal("does not take a registered attention function")
+        self._compiled = not fp8 and self._compiles_attention(probe)
+        if self._compiled:
+            record_kernels(self.model, compiled_attention.NAME, used=True)
         kind = PagedKVCache if uses_pages(self.device) else KVCache
         tensors: Callable[..., CacheTensors] = ShortTensors if fp8 else CacheTensors
         if self.experts is not None:
             tensors = self.experts.tensors(short=fp8)
         return kind(probe.layers, probe.states, dtype=probe.dtype, device=self.device, tensors=tensors)
+
+    def _compiles_attention(self, probe: ShapeProbe) -> bool:
+        """Whether the C function for CPUs computes decode steps."""
+        wanted = self.device.type == "cpu" and is_named(self.model, compiled_attention.NAME)
+        sizes = [layer[1:] for layer in probe.layers.values()]
+        fits = bool(sizes) and all(compiled_attention.takes(probe.dtype, *each) for each in sizes)
+        return wanted and fits and compiled_attention.is_available()
 
     def _refusal(self, problem: str) -> ValueError:
         name = type(base_model(self.model)).__name__
@@ -344,7 +355,7 @@ class Runner:
             if self.lora.hooks:
                 self.lora.use_rows(count)
             running = self.rows.fields["state"][:count] == RUNNING if used["stops_states"] else None
-            decode = Decode(self.cache, rows, positions, spans, running)
+            decode = Decode(self.cache, rows, positions, spans, running, compiled=self._compiled)
             logits = self._forward(ids[:, None], turns, decode)[:, -1]
             if self.experts is not None:
                 self.experts.store(self.cache, decode.slots)
@@ -352,7 +363,9 @@ class Runner:
             first = shared.first
             if self.lora.hooks:
                 self.lora.use_rows(count, first)
-            shared_decode = SharedDecode(self.cache, rows, positions, longest, shared)
+            shared_decode = SharedDecode(
+                self.cache, rows, positions, longest, shared, compiled=self._compiled
+            )
             logits = self._forward(ids[first, None], turns[first], shared_decode)[:, -1]
             logits = logits[shared.group]
             if self.experts is not None:

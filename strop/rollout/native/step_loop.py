@@ -44,11 +44,12 @@ class StepLoop:
         max_num_seqs: int,
         prefix_caching: bool,
         on_finished: OnFinished,
-        after_step: Callable[[int], None],
+        before_step: Callable[[int, int], None],
         meter: Meter,
         speculation: SpeculationConfig,
     ) -> None:
-        """`prefix_caching`: finished sequences stay in free rows. `after_step` gets the rows of each step."""
+        """`prefix_caching`: finished sequences stay in free rows. `before_step` gets the rows of
+        each step, and the most tokens that one of them may still have."""
         self.runner = runner
         self._pages = runner.cache if isinstance(runner.cache, PagedKVCache) else None
         self.version = 0
@@ -65,7 +66,7 @@ class StepLoop:
         if prefix_caching and runner.cache.has_states:
             self.scheduler.use_snapshots(runner.keep_states())
         self._on_finished = on_finished
-        self._after_step = after_step
+        self._before_step = before_step
         self._meter = meter
         self._speculator = build_speculator(speculation, runner, meter)
         self._num_filled = 0
@@ -256,12 +257,12 @@ class StepLoop:
         lengths = scheduler.lengths
         count = len(scheduler.running)
         recorded = runner.num_recorded
+        self._before_step(count, left)
         with self._meter.decode(runner.device, count, waiting=bool(scheduler.waiting)):
             runner.decode(scheduler.running, lengths, steps, drafts)
         if self._speculator is not None:
             seconds = self._meter.last_decode_seconds if runner.num_recorded == recorded else None
             self._speculator.measured(count, drafts, steps, seconds)
-        self._after_step(count)
         for row, sample in enumerate(scheduler.running):
             lengths[row] = min(sample.limit, lengths[row] + steps * (drafts + 1))
         pages = 0

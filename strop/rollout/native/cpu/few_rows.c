@@ -3,8 +3,10 @@
    A decode step reads all weights and computes little with each, so a product must read memory without a
    pause. Weights are packed in panels of WIDTH outputs: a panel has the weights of one input side by side,
    and is read once, in order. While a part of it (DEPTH inputs) is in the L1 cache, all rows are multiplied
-   with it, in groups of 8 rows: 8 x VECTORS vectors of sums are in registers. Sums of DEPTH inputs are added
-   to the total in order, so a result does not depend on the number of threads or of rows.
+   with it, in groups of 8 rows: 8 x VECTORS vectors of sums are in registers. Meanwhile the next part is
+   fetched: with AVX-512 every group fetches its share of it, so that memory is read all the time. Sums of
+   DEPTH inputs are added to the total in order, so a result does not depend on the number of threads or of
+   rows.
 
    A LoRA adapter is added in the same call: low = x A^T is computed before the panels, and B^T times the
    scale is one more part of each panel. */
@@ -15,27 +17,41 @@
 #if defined(__aarch64__) /* 32 registers of 4 numbers */
 #define LANES 4
 #define VECTORS 3
-#else /* 32 registers of 16 numbers */
+#define INPUTS 128
+#define FETCHING_GROUPS(groups) 1
+#define LEVEL 3 /* fetch into the L1 cache */
+#define FIRST ((lanes){0, 4, 1, 5})
+#define SECOND ((lanes){2, 6, 3, 7})
+#else           /* 32 registers of 16 numbers */
 #define LANES 16
 #define VECTORS 2
+#define INPUTS 64
+#define FETCHING_GROUPS(groups) (groups)
+#define LEVEL 2 /* fetch into the L2 cache */
+#define FIRST ((lanes){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23})
+#define SECOND ((lanes){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31})
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int lanes __attribute__((vector_size(4 * LANES)));
 typedef float quad __attribute__((vector_size(16), aligned(4)));
 typedef float group_vec __attribute__((vector_size(32), aligned(4)));
 
 enum {
     WIDTH = LANES * VECTORS, /* outputs of a panel */
     GROUP = 8,               /* rows of a group */
-    DEPTH = 128,             /* inputs that are summed at a time */
-    AHEAD = 1024,            /* weights between those in use and those that are prefetched */
+    DEPTH = INPUTS,          /* inputs that are summed at a time */
+    AHEAD = 1024,            /* weights between those in use and those that one group fetches */
+    LINE = 16,               /* weights of a cache line */
     MOST_ROWS = 512,
     MOST_RANK = 256,
 };
 
-/* total[rows][WIDTH] += x[depth][GROUP]^T w[depth][WIDTH] */
-static inline __attribute__((always_inline)) void add_part(int rows, int prefetch, const float *x,
-                                                           const float *w, ptrdiff_t depth, float *total) {
+/* total[rows][WIDTH] += x[depth][GROUP]^T w[depth][WIDTH]. With each input, `lines` cache lines are fetched
+   from `next`, which moves by `step` weights. */
+static inline __attribute__((always_inline)) void add_part(int rows, int lines, const float *x,
+                                                           const float *w, ptrdiff_t depth, float *total,
+                                                           const float *next, ptrdiff_t step) {
     vec sums[GROUP][VECTORS]; /* all loops over it are unrolled, so that it stays in registers */
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -47,9 +63,8 @@ static inline __attribute__((always_inline)) void add_part(int rows, int prefetc
         quad states[2] = {*(const quad *)(x + k * GROUP), *(const quad *)(x + k * GROUP + 4)};
 #pragma GCC unroll 3
         for (int v = 0; v < VECTORS; v++) weights[v] = *(const vec *)(w + k * WIDTH + v * LANES);
-        if (prefetch)
 #pragma GCC unroll 2
-            for (int line = 0; line < WIDTH; line += 16) __builtin_prefetch(w + k * WIDTH + line + AHEAD);
+        for (int line = 0; line < lines; line++) __builtin_prefetch(next + k * step + line * LINE, 0, LEVEL);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             float state = states[r / 4][r % 4];
@@ -63,35 +78,63 @@ static inline __attribute__((always_inline)) void add_part(int rows, int prefetc
         for (int v = 0; v < VECTORS; v++) *(vec *)(total + r * WIDTH + v * LANES) += sums[r][v];
 }
 
-typedef void part_function(const float *, const float *, ptrdiff_t, float *);
+typedef void part_function(const float *, const float *, ptrdiff_t, float *, const float *, ptrdiff_t);
 
-#define PART(name, rows, prefetch)                                                                           \
+#define PART(name, rows, lines)                                                                              \
     static __attribute__((noinline)) void name(const float *x, const float *w, ptrdiff_t depth,              \
-                                               float *total) {                                               \
-        add_part(rows, prefetch, x, w, depth, total);                                                        \
+                                               float *total, const float *next, ptrdiff_t step) {            \
+        add_part(rows, lines, x, w, depth, total, next, step);                                               \
     }
-PART(first_4, 4, 1)
-PART(first_8, 8, 1)
-PART(more_4, 4, 0)
-PART(more_8, 8, 0)
+PART(four_rows, 4, 0)
+PART(four_rows_1, 4, 1)
+PART(four_rows_2, 4, 2)
+PART(eight_rows, 8, 0)
+PART(eight_rows_1, 8, 1)
+PART(eight_rows_2, 8, 2)
 
-static inline part_function *part_of(ptrdiff_t rows, int is_first) {
-    if (is_first) return rows <= 4 ? first_4 : first_8;
-    return rows <= 4 ? more_4 : more_8;
+static inline part_function *part_of(ptrdiff_t rows, ptrdiff_t lines) {
+    static part_function *const parts[2][3] = {{four_rows, four_rows_1, four_rows_2},
+                                               {eight_rows, eight_rows_1, eight_rows_2}};
+    return parts[rows > 4][lines];
 }
 
 /* Outputs of a panel */
 int strop_width(void) { return WIDTH; }
 
+/* Rows become columns: in each stage, rows of the first and the second half are interleaved. */
+static inline __attribute__((always_inline)) void transpose(vec *rows) {
+    vec next[LANES];
+#pragma GCC unroll 4
+    for (int stage = 1; stage < LANES; stage *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = __builtin_shuffle(rows[i], rows[i + LANES / 2], FIRST);
+            next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + LANES / 2], SECOND);
+        }
+        memcpy(rows, next, sizeof next);
+    }
+}
+
 /* w [outs][ins] -> packed [panels][ins][WIDTH], the last panel filled with zeros */
 void strop_pack(const float *w, float *packed, ptrdiff_t outs, ptrdiff_t ins, int threads) {
     ptrdiff_t panels = (outs + WIDTH - 1) / WIDTH;
+    ptrdiff_t whole = ins / LANES * LANES;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
         const float *from = w + panel * WIDTH * ins;
         float *to = packed + panel * WIDTH * ins;
         ptrdiff_t left = outs - panel * WIDTH;
-        for (ptrdiff_t k = 0; k < ins; k++)
+        for (ptrdiff_t k = 0; k < whole; k += LANES)
+            for (int j = 0; j < WIDTH; j += LANES) {
+                vec rows[LANES];
+#pragma GCC unroll 16
+                for (int r = 0; r < LANES; r++)
+                    rows[r] = j + r < left ? *(const vec *)(from + (j + r) * ins + k) : (vec){0};
+                transpose(rows);
+#pragma GCC unroll 16
+                for (int r = 0; r < LANES; r++) *(vec *)(to + (k + r) * WIDTH + j) = rows[r];
+            }
+        for (ptrdiff_t k = whole; k < ins; k++)
             for (int j = 0; j < WIDTH; j++) to[k * WIDTH + j] = j < left ? from[j * ins + k] : 0;
     }
 }
@@ -150,6 +193,10 @@ void strop_linear(const float *x, float *scratch, const float *packed, const flo
     ptrdiff_t groups = (rows + GROUP - 1) / GROUP;
     ptrdiff_t panels = (outs + WIDTH - 1) / WIDTH;
     float *low = scratch + groups * GROUP * ins;
+    ptrdiff_t fetching = FETCHING_GROUPS(groups);
+    ptrdiff_t step = (WIDTH + fetching - 1) / fetching;
+    ptrdiff_t lines = (step + LINE - 1) / LINE;
+    ptrdiff_t ahead = fetching == 1 ? AHEAD : DEPTH * WIDTH;
 #pragma omp parallel num_threads(threads)
     {
         group_rows(x, scratch, rows, ins);
@@ -165,8 +212,9 @@ void strop_linear(const float *x, float *scratch, const float *packed, const flo
                 ptrdiff_t depth = ins - k < DEPTH ? ins - k : DEPTH;
                 const float *w = packed + (panel * ins + k) * WIDTH;
                 for (ptrdiff_t g = 0; g < groups; g++)
-                    part_of(rows - g * GROUP, g == 0)(scratch + (g * ins + k) * GROUP, w, depth,
-                                                      total + g * GROUP * WIDTH);
+                    part_of(rows - g * GROUP, g < fetching ? lines : 0)(
+                        scratch + (g * ins + k) * GROUP, w, depth, total + g * GROUP * WIDTH,
+                        w + ahead + g * depth * step, step);
             }
             if (rank) {
                 for (ptrdiff_t j = 0; j < WIDTH; j++)
@@ -174,7 +222,7 @@ void strop_linear(const float *x, float *scratch, const float *packed, const flo
                         adapter[r * WIDTH + j] = j < count ? b[(out + j) * rank + r] * scale : 0;
                 for (ptrdiff_t g = 0; g < groups; g++)
                     part_of(rows - g * GROUP, 0)(low + g * rank * GROUP, adapter, rank,
-                                                 total + g * GROUP * WIDTH);
+                                                 total + g * GROUP * WIDTH, NULL, 0);
             }
             for (ptrdiff_t m = 0; m < rows; m++)
                 for (ptrdiff_t j = 0; j < count; j++)

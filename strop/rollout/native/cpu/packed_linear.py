@@ -2,10 +2,11 @@
 
 A matrix product with few rows, as in every decode step, spends much of its time on bringing the weights into
 the layout of its inner loop: that of few_rows.c where the machine has a compiler and AVX-512 or NEON,
-otherwise that of oneDNN. Doing so once costs about as much as a few steps, so it is done when a rollout has
-gone on for a while under the same weights. Weights that are not trained (those under LoRA adapters) are
-copied before the first step, and the copies stay: see frozen_weights.py. All this depends on counts alone,
-never on a clock: a run must be repeatable to the bit.
+otherwise that of oneDNN. Doing so once costs about as much as two to five steps save, so it is done before
+the first step if a response may become long, otherwise when a rollout has gone on for a while under the same
+weights. Weights that are not trained (those under LoRA adapters) are copied before the first step, and the
+copies stay: see frozen_weights.py. All this depends on counts alone, never on a clock: a run must be
+repeatable to the bit.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from strop.models.patches import Patch, PatchContext, always, is_chosen
 from strop.rollout.native.cpu.few_rows import PackedWeight, packed_weight
 from strop.rollout.native.cpu.frozen_weights import FrozenLinear
 
-STEPS = 8
+STEPS = 4
 """Decode steps after which packing pays."""
+LONG = 32
+"""Packing pays at once if a response may have so many more tokens."""
 FEW = 256
 """With more rows the plain product is as fast."""
 _SMALLEST = 1 << 16

@@ -1,0 +1,136 @@
+"""The compiled functions of the native engine on a CPU beside torch's: products of few rows with packed
+weights (rollout/native/cpu/few_rows.c) and attention of decode steps (decode_attention.c).
+
+    python benchmarks/cpu_kernels.py [--threads 2] [--out benchmarks/results/cpu_kernels.jsonl]
+
+Weights and caches are larger than the processor's caches, as in a decode step. Both sides take turns; times
+are the least of `--turns`, in microseconds of one call: noise only adds to them. Prints one JSON line per
+shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strop.rollout.native.cpu.decode_attention import decode_attention, is_available
+from strop.rollout.native.cpu.few_rows import packed_weight
+
+ROWS = (1, 4, 8, 16, 64, 256)
+PRODUCTS = ((896, 4864), (4864, 896))
+"""Inputs and outputs: the MLP of a 0.5B model."""
+ATTENTION = (
+    # rows, key heads, query heads per key head, head size, positions
+    (64, 2, 7, 64, 180),
+    (64, 2, 7, 64, 1000),
+    (8, 2, 7, 64, 4000),
+    (64, 3, 3, 64, 180),
+    (64, 2, 6, 128, 500),
+)
+COPIES = 6
+"""Of weights and caches, which are used in turn like those of layers."""
+
+
+@dataclass(frozen=True)
+class Options:
+    scale: float | None = None
+    window: int | None = None
+
+
+def least(sides: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    """Microseconds of each side per copy."""
+    found: dict[str, float] = dict.fromkeys(sides, float("inf"))
+    for _ in range(turns):
+        for name, call in sides.items():
+            start = time.perf_counter()
+            call()
+            found[name] = min(found[name], time.perf_counter() - start)
+    return {name: round(seconds / COPIES * 1e6, 1) for name, seconds in found.items()}
+
+
+def product(rows: int, ins: int, outs: int, turns: int) -> dict[str, object]:
+    weights = [torch.randn(outs, ins) for _ in range(COPIES)]
+    packed = [packed_weight(weight) for weight in weights]
+    states = torch.randn(rows, ins)
+    times = least(
+        {
+            "compiled": lambda: [one(states, None) for one in packed if one is not None],
+            "torch": lambda: [F.linear(states, weight) for weight in weights],
+        },
+        turns,
+    )
+    rate = round(2e-3 * rows * ins * outs / times["compiled"], 1)
+    return {"product": f"{ins} x {outs}", "rows": rows, **times, "gflop_per_second": rate}
+
+
+def attention(
+    rows: int, key_heads: int, heads: int, size: int, positions: int, turns: int
+) -> dict[str, object]:
+    shape = (rows, key_heads, positions + 100, size)
+    caches = [(torch.randn(shape), torch.randn(shape)) for _ in range(COPIES)]
+    query = torch.randn(rows, key_heads, heads, size)
+    places = torch.arange(rows)
+    newest = torch.full((rows,), positions - 1)
+    mask = (torch.arange(positions) <= newest[:, None])[:, None, None]
+
+    def plain(keys: Tensor, values: Tensor) -> Tensor:
+        seen = slice(positions)
+        return F.scaled_dot_product_attention(query, keys[:, :, seen], values[:, :, seen], attn_mask=mask)
+
+    def compiled(keys: Tensor, values: Tensor) -> Tensor:
+        return decode_attention(query, keys, values, places, newest, Options())
+
+    times = least(
+        {
+            "compiled": lambda: [compiled(*cache) for cache in caches],
+            "torch": lambda: [plain(*cache) for cache in caches],
+        },
+        turns,
+    )
+    shown = f"{heads * key_heads} query, {key_heads} key-value, size {size}"
+    return {"attention": shown, "rows": rows, "positions": positions, **times}
+
+
+def measured(turns: int) -> Iterator[dict[str, object]]:
+    for ins, outs in PRODUCTS:
+        for rows in ROWS:
+            yield product(rows, ins, outs, turns)
+    for shape in ATTENTION:
+        yield attention(*shape, turns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if packed_weight(torch.zeros(1, 1)) is None or not is_available():
+        raise SystemExit(
+            "The compiled functions are for CPUs with AVX-512 (products also with NEON) and a compiler."
+        )
+    machine = {"machine": platform.machine(), "threads": options.threads, "torch_version": torch.__version__}
+    lines = []
+    with torch.no_grad():
+        for found in measured(options.turns):
+            lines.append(json.dumps({**found, **machine, "date": date.today().isoformat()}))
+            print(lines[-1], flush=True)
+    if options.out is not None:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

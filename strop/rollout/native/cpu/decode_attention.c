@@ -1,0 +1,175 @@
+/* Attention of one new token per row over its cached keys and values, in float32, for CPUs with AVX-512.
+
+   A decode step reads the keys and values of all rows once and computes little with each number, so it takes
+   as long as memory does. Query heads that share a key head are computed together: a block of LANES keys is
+   read once, while it is in the L1 cache each query head is multiplied with it. Scores of the whole context
+   are kept; values are weighted in a second pass. The sums of a row are in the order of its positions, so a
+   result does not depend on other rows or on the number of threads. */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+extern int omp_get_thread_num(void);
+
+typedef float vec __attribute__((vector_size(64), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
+
+enum {
+    LANES = 16,          /* numbers of a vector */
+    SUMS = 4,            /* vectors of sums of the second pass */
+    PART = SUMS * LANES, /* numbers of a value that are summed at a time; head sizes are multiples of it */
+    AHEAD = 2,           /* blocks of LANES positions between the one in use and the one that is fetched */
+    MOST_SIZE = 256,     /* of a head */
+};
+
+static inline vec all(float x) { return x - (vec){0}; }
+
+static const ints EVEN = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+static const ints ODD = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+
+/* The sum of each of LANES vectors. Neighbours are added until one vector is left. */
+static inline __attribute__((always_inline)) vec sums_of(vec *parts) {
+#pragma GCC unroll 4
+    for (int count = LANES; count > 1; count /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < count / 2; i++)
+            parts[i] = __builtin_shuffle(parts[2 * i], parts[2 * i + 1], EVEN) +
+                       __builtin_shuffle(parts[2 * i], parts[2 * i + 1], ODD);
+    return parts[0];
+}
+
+/* exp(x) for x <= 0, within 1e-7 of its value: 2^n exp(r) with |r| <= log(2) / 2. Below e^-87: 0. NaN stays
+   NaN. */
+static inline vec exponential(vec x) {
+    const float round = 12582912; /* 1.5 * 2^23: what is added to it loses its fraction */
+    ints is_zero = x < all(-87);
+    x = (vec)((ints)x & ~is_zero);
+    vec shifted = x * 1.44269504f + round;
+    vec n = shifted - round;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f; /* log(2) in two numbers: the first product is exact */
+    vec p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1;
+    vec power = (vec)(((ints)shifted - (ints)all(round) + 127) << 23);
+    return (vec)((ints)(p * power) & ~is_zero);
+}
+
+/* scores[j] = query . keys[j] for LANES keys */
+static inline __attribute__((always_inline)) vec products(const float *query, const float *keys,
+                                                          ptrdiff_t size) {
+    vec parts[LANES];
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) parts[j] = (vec){0};
+    for (ptrdiff_t i = 0; i < size; i += LANES) {
+        vec q = *(const vec *)(query + i);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) parts[j] += q * *(const vec *)(keys + j * size + i);
+    }
+    return sums_of(parts);
+}
+
+/* total[size] += sum over j of weights[j] values[j], which is computed first */
+static inline void add_values(const float *weights, const float *values, ptrdiff_t count, ptrdiff_t size,
+                              float *total) {
+    for (ptrdiff_t from = 0; from < size; from += PART) {
+        vec sums[SUMS];
+#pragma GCC unroll 4
+        for (int v = 0; v < SUMS; v++) sums[v] = (vec){0};
+        for (ptrdiff_t j = 0; j < count; j++)
+#pragma GCC unroll 4
+            for (int v = 0; v < SUMS; v++)
+                sums[v] += *(const vec *)(values + j * size + from + v * LANES) * weights[j];
+#pragma GCC unroll 4
+        for (int v = 0; v < SUMS; v++) *(vec *)(total + from + v * LANES) += sums[v];
+    }
+}
+
+/* A share of the numbers that are needed soon, [count] from `next` on, comes into the cache. */
+static inline void fetch(const float *next, ptrdiff_t count, ptrdiff_t share, ptrdiff_t shares) {
+    for (ptrdiff_t i = count * share / shares / LANES; i < count * (share + 1) / shares / LANES; i++)
+        __builtin_prefetch(next + i * LANES);
+}
+
+/* scores [count], a multiple of LANES, become exp(scores - their maximum); returns the sum */
+static float weigh(float *scores, ptrdiff_t count) {
+    vec tops = *(vec *)scores;
+    for (ptrdiff_t j = LANES; j < count; j += LANES) {
+        vec here = *(vec *)(scores + j);
+        ints higher = here > tops;
+        tops = (vec)(((ints)here & higher) | ((ints)tops & ~higher));
+    }
+    float top = tops[0];
+    for (int j = 1; j < LANES; j++) top = tops[j] > top ? tops[j] : top;
+    vec total = {0};
+    for (ptrdiff_t j = 0; j < count; j += LANES) {
+        vec weights = exponential(*(vec *)(scores + j) - top);
+        *(vec *)(scores + j) = weights;
+        total += weights;
+    }
+    float sum = 0;
+    for (int j = 0; j < LANES; j++) sum += total[j];
+    return sum;
+}
+
+/* out [heads][size]: attention of query [heads][size] over the keys and values [count][size] of one key
+   head. scores: heads * (count rounded up to LANES) */
+static void attend(const float *query, const float *keys, const float *values, float *out, float *scores,
+                   ptrdiff_t heads, ptrdiff_t count, ptrdiff_t size, float scale) {
+    ptrdiff_t whole = count / LANES * LANES;
+    ptrdiff_t width = (count + LANES - 1) / LANES * LANES;
+    float last[LANES * MOST_SIZE] __attribute__((aligned(64)));
+    for (ptrdiff_t j = 0; j < width; j += LANES) {
+        const float *block = keys + j * size;
+        ptrdiff_t later = j + AHEAD * LANES;
+        const float *next = later < width ? keys + later * size : values + (later - width) * size;
+        if (j == whole) { /* the rest of the block is not read: other rows, or no memory, may follow */
+            for (ptrdiff_t i = 0; i < LANES * size; i++) last[i] = i < (count - j) * size ? block[i] : 0;
+            block = last;
+        }
+        for (ptrdiff_t h = 0; h < heads; h++) {
+            fetch(next, LANES * size, h, heads);
+            *(vec *)(scores + h * width + j) = products(query + h * size, block, size) * scale;
+        }
+    }
+    float sums[heads];
+    for (ptrdiff_t h = 0; h < heads; h++) {
+        for (ptrdiff_t j = count; j < width; j++) scores[h * width + j] = -INFINITY;
+        sums[h] = weigh(scores + h * width, width);
+        for (ptrdiff_t i = 0; i < size; i++) out[h * size + i] = 0;
+    }
+    for (ptrdiff_t j = 0; j < count; j += LANES)
+        for (ptrdiff_t h = 0; h < heads; h++) {
+            fetch(values + (j + AHEAD * LANES) * size, LANES * size, h, heads);
+            add_values(scores + h * width + j, values + j * size, count - j < LANES ? count - j : LANES, size,
+                       out + h * size);
+        }
+    for (ptrdiff_t h = 0; h < heads; h++)
+        for (ptrdiff_t i = 0; i < size; i++) out[h * size + i] /= sums[h];
+}
+
+/* query and out [rows][key_heads][heads][size]; keys and values [places][key_heads][capacity][size]. Row r
+   reads the positions up to positions[r] of place places[r], or only the last `window` of them if it is above 0.
+   scores: threads * heads * (the longest context, rounded up to LANES) */
+void strop_decode_attention(const float *query, const float *keys, const float *values, const int64_t *places,
+                            const int64_t *positions, float *out, float *scores, ptrdiff_t rows,
+                            ptrdiff_t key_heads, ptrdiff_t heads, ptrdiff_t size, ptrdiff_t capacity,
+                            ptrdiff_t window, float scale, ptrdiff_t scores_per_thread, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        float *own = scores + omp_get_thread_num() * scores_per_thread;
+#pragma omp for schedule(dynamic, 1)
+        for (ptrdiff_t task = 0; task < rows * key_heads; task++) {
+            ptrdiff_t row = task / key_heads;
+            ptrdiff_t end = positions[row] + 1;
+            ptrdiff_t begin = window > 0 && end > window ? end - window : 0;
+            ptrdiff_t from = ((places[row] * key_heads + task % key_heads) * capacity + begin) * size;
+            attend(query + task * heads * size, keys + from, values + from, out + task * heads * size, own,
+                   heads, end - begin, size, scale);
+        }
+    }
+}

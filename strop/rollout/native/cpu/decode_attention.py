@@ -1,0 +1,142 @@
+"""Attention of decode steps on a CPU (decode_attention.c), where it can be compiled.
+
+torch's attention on a CPU reads keys and values of decode steps at half the rate of the memory, and all rows
+as far as the longest one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strop.rollout.native.cpu.compiler import is_arm_linux, load_library
+
+NAME = "decode_attention"
+"""In model.patches."""
+_LANES = 16
+_PART = 4 * _LANES
+_MOST_SIZE = 256
+_LARGEST_ERROR = 1e-5
+"""Of the check of a compiled function, whose outputs are about 1."""
+
+_log = logging.getLogger(__name__)
+
+
+class MaskAndScale(Protocol):
+    """The options of a layer's attention that it knows."""
+
+    @property
+    def scale(self) -> float | None: ...
+
+    @property
+    def window(self) -> int | None: ...
+
+
+@cache
+def _function() -> ctypes.CDLL | None:
+    library = None if is_arm_linux() else load_library(Path(__file__).with_suffix(".c"))
+    if library is None:
+        return None
+    address = ctypes.c_void_p
+    size = ctypes.c_ssize_t
+    library.strop_decode_attention.argtypes = (
+        [address] * 7 + [size] * 6 + [ctypes.c_float, size, ctypes.c_int]
+    )
+    library.strop_decode_attention.restype = None
+    if not _computes_right(library):
+        return None
+    return library
+
+
+def _computes_right(library: ctypes.CDLL) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 2, 3, 64, generator=generator)
+    keys = torch.randn(3, 2, 50, 64, generator=generator)
+    values = torch.randn(3, 2, 50, 64, generator=generator)
+    places = torch.tensor([2, 0])
+    positions = torch.tensor([40, 15])
+    out = _call(library, query, keys, values, places, positions, 64**-0.5, 20)
+    error = 0.0
+    for row, (place, end) in enumerate([(2, 41), (0, 16)]):
+        seen = slice(max(0, end - 20), end)
+        expected = F.scaled_dot_product_attention(query[row], keys[place, :, seen], values[place, :, seen])
+        error = max(error, (out[row] - expected).abs().max().item())
+    if not error < _LARGEST_ERROR:
+        _log.warning("decode_attention.c is not used: it differs by %.1e from torch", error)
+        return False
+    return True
+
+
+def is_available() -> bool:
+    """Whether this machine can compile it and computes it right."""
+    return _function() is not None
+
+
+def takes(dtype: torch.dtype, key_size: int, value_size: int) -> bool:
+    """Whether it can compute heads of this size and precision."""
+    fits = key_size == value_size and key_size % _PART == 0 and key_size <= _MOST_SIZE
+    return fits and dtype == torch.float32
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    positions: Tensor,
+    options: MaskAndScale,
+) -> Tensor:
+    """Attention [rows, 1, heads, size] of one token per row: `query` is [rows, key heads, heads, size].
+
+    Row r sees the positions up to positions[r], or the last `options.window` of them, of row places[r] of the
+    cache: `keys` and `values` are [cache rows, key heads, capacity, size]."""
+    library = _function()
+    assert library is not None
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    out = _call(library, query.contiguous(), keys, values, places, positions, scale, options.window or 0)
+    return out.flatten(1, 2)[:, None]
+
+
+def _call(
+    library: ctypes.CDLL,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    rows, key_heads, heads, size = query.shape
+    capacity = keys.shape[2]
+    assert keys.is_contiguous() and values.is_contiguous()
+    threads = torch.get_num_threads()
+    per_thread = heads * (-(-capacity // _LANES) * _LANES)
+    out = torch.empty_like(query)
+    scores = query.new_empty(threads * per_thread)
+    library.strop_decode_attention(
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        places.data_ptr(),
+        positions.data_ptr(),
+        out.data_ptr(),
+        scores.data_ptr(),
+        rows,
+        key_heads,
+        heads,
+        size,
+        capacity,
+        window,
+        scale,
+        per_thread,
+        threads,
+    )
+    return out
