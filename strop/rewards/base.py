@@ -111,6 +111,13 @@ class Verdict:
     """Every key of a returned dict, `score` included; empty if the scorer returned a number."""
 
 
+def unpenalized_score(trajectory: Trajectory) -> float | None:
+    """The score before penalties for the length of the response; None if the scorer failed."""
+    if trajectory.score is None or trajectory.unpenalized is None:
+        return trajectory.score
+    return trajectory.unpenalized
+
+
 def parse_verdict(value: object) -> Verdict:
     """Read a number (also a bool or a numpy scalar) or a dict with `score`; ValueError for anything else.
 

@@ -48,8 +48,11 @@ class RewardModelScorer:
         max_length: int | None = None,
         mean: float = 0.0,
         std: float = 1.0,
+        ends_with_answer: bool = False,
     ):
-        """`own_tokenizer` is the model's, None if it is the policy's; scores become (score - mean) / std."""
+        """`own_tokenizer` is the model's, None if it is the policy's; scores become (score - mean) / std.
+        `ends_with_answer`: the model learned to score at the last token of the answer, not at white space
+        that its chat template writes after it."""
         if std <= 0:
             raise ValueError(f"Scores cannot be normalised with a standard deviation of {std}.")
         if own_tokenizer is not None and same_tokenization(tokenizer, own_tokenizer):
@@ -66,6 +69,7 @@ class RewardModelScorer:
         self.max_length = max_length
         self.mean = mean
         self.std = std
+        self.ends_with_answer = ends_with_answer
 
     def score(self, samples: Sequence[RewardSample]) -> Sequence[float | Exception]:
         images = [sample.trajectory.prompt.images for sample in samples]
@@ -131,7 +135,15 @@ class RewardModelScorer:
             conversations.append(
                 self.own_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
             )
-        return [list(ids) for ids in self.own_tokenizer(conversations, add_special_tokens=False)["input_ids"]]
+        encoded = self.own_tokenizer(conversations, add_special_tokens=False)["input_ids"]
+        return [self._up_to_answer(list(ids)) if self.ends_with_answer else list(ids) for ids in encoded]
+
+    def _up_to_answer(self, ids: list[int]) -> list[int]:
+        assert self.own_tokenizer is not None
+        end = len(ids)
+        while end > 1 and not str(self.own_tokenizer.decode(ids[end - 1 : end])).strip():
+            end -= 1
+        return ids[:end]
 
 
 def same_tokenization(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
@@ -256,12 +268,19 @@ def build_reward_model_scorer(
     if settings.normalize:
         mean, std = stored_statistics(settings, model)
     return RewardModelScorer(
-        model, tokenizer, own_tokenizer, max_length=settings.max_length, mean=mean, std=std
+        model,
+        tokenizer,
+        own_tokenizer,
+        max_length=settings.max_length,
+        mean=mean,
+        std=std,
+        ends_with_answer=saved_statistics(settings, model) is not None,
     )
 
 
-def stored_statistics(settings: RewardModelConfig, model: TokenScorer) -> tuple[float, float]:
-    """Return the mean and standard deviation of scores that reward model training saved in config.json."""
+def saved_statistics(settings: RewardModelConfig, model: TokenScorer) -> tuple[float, float] | None:
+    """The mean and standard deviation of scores in config.json. Those trainers that save them (`strop rm` and
+    OpenRLHF) train on conversations up to the last token of the answer."""
     config = getattr(getattr(model, "module", model), "config", None)
     if config is None and settings.model.path is not None:
         from strop.models.load import load_config, resolve
@@ -270,9 +289,17 @@ def stored_statistics(settings: RewardModelConfig, model: TokenScorer) -> tuple[
     mean = getattr(config, "mean", None)
     std = getattr(config, "std", None)
     if mean is None or std is None:
+        return None
+    return float(mean), float(std)
+
+
+def stored_statistics(settings: RewardModelConfig, model: TokenScorer) -> tuple[float, float]:
+    """Return the mean and standard deviation of scores that reward model training saved in config.json."""
+    saved = saved_statistics(settings, model)
+    if saved is None:
         raise ValueError(
             "reward_model.normalize=true, but the config.json of "
             f"{settings.model.path or 'the reward model'} holds no mean and std of its scores. Train it with "
             "a reward trainer that writes them, or set reward_model.normalize=false."
         )
-    return float(mean), max(float(std), MIN_STD)
+    return saved[0], max(saved[1], MIN_STD)

@@ -195,6 +195,7 @@ class Scorer:
                 verdict.extras.setdefault("acc", verdict.score)
             verdict.extras.update(report)
             trajectory.score = score
+            trajectory.unpenalized = self.shaping.clipped(verdict.score)
             trajectory.extras.update(verdict.extras)
 
 
@@ -330,6 +331,10 @@ class Shaping:
             raise ValueError(
                 f"reward_model.clip_range must be [low, high] with low < high, it is {list(self.clip)}."
             )
+
+    def clipped(self, score: float) -> float:
+        """A score without penalties for the length of its response."""
+        return score if self.clip is None else min(max(score, self.clip[0]), self.clip[1])
 
     def apply(
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]

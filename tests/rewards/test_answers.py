@@ -138,6 +138,12 @@ def test_known_mistakes(accepts: Callable[[str, str], bool], answer: str, truth:
         ("6.2831853", r"2\pi", True),
         ("6.283", r"2\pi", False),
         ("50\\%", "50", True),
+        ("1:00", "12:00", False),  # times; as ratios they would be equal
+        ("1:05", "3:15", False),
+        ("1:00:00", "2:00:00", False),
+        ("03:15", "3:15", True),
+        ("10:05", "10:05", True),
+        ("2:4:6", "1:2:3", True),
         ("2/3 cup", "2/3", True),
         ("2 thirds", "2/3", True),
         ("2 thirds", "2", False),

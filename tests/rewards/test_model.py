@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from strop.config.schema.reward import RewardModelWeightsConfig
+from strop.data.chat import Chat
+from strop.data.examples import PreferencePair
 from strop.rewards.base import build_samples
 from strop.rewards.model import HeadModel, RewardModelScorer, same_tokenization
-from tests.data.tokens import UNENDING
+from strop.supervised.tasks import pair_batch
+from tests.data.tokens import CHATML, UNENDING
 from tests.rewards.scene import TOKENIZER, ids, reading_tokenizer, scorer, trajectory
 
 
@@ -51,6 +54,24 @@ def test_rendered_anew_for_another_language() -> None:
     ]
     with pytest.raises(ValueError, match="tokenizer has no chat template"):
         RewardModelScorer(model, TOKENIZER, reading_tokenizer(template=None))
+
+
+def test_a_model_of_our_trainer_reads_what_it_was_trained_on() -> None:
+    """It learned its score at the end token of the answer; its template writes a newline after that."""
+    own = reading_tokenizer(template=CHATML + "{# of another family #}")
+    conversation = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "abc"}]
+    trained = pair_batch(
+        [PreferencePair(Chat(own).conversation(conversation), Chat(own).conversation(conversation))]
+    )
+    for more in ({}, {"config": SimpleNamespace(mean=4.0, std=2.0)}):
+        model = Lengths(tokenizer=own, **more)
+        scorer(enable=True, model=model).score([trajectory("abc")])
+        [read] = model.read
+        if more:
+            assert read == trained.sequences[0].tolist() and read[-1] == own.eos_token_id
+        else:  # a model of somebody else reads the conversation as its template writes it
+            assert read == own(own.apply_chat_template(conversation, tokenize=False))["input_ids"]
+            assert own.decode(read).endswith("<|im_end|>\n")
 
 
 def test_long_inputs_are_cut_and_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,9 +160,9 @@ def test_a_real_model_from_a_folder(folder: Path) -> None:
     plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for text, answer in zip(texts, answers):
-        read = tokenizer(f"user: 2+2?\nassistant: {text}\n", add_special_tokens=False, return_tensors="pt")[
-            "input_ids"
-        ]
+        read = tokenizer(
+            f"user: 2+2?\nassistant: {text}".rstrip(), add_special_tokens=False, return_tensors="pt"
+        )["input_ids"]
         with torch.no_grad():
             meant = (plain(read).logits.item() - 0.25) / 0.5
         assert answer.score == pytest.approx(meant, abs=1e-4)

@@ -48,6 +48,7 @@ _MATRIX = re.compile(
     r"^[\[(]?\s*\\begin\{([a-zA-Z]*matrix|array)\}(?:\{[^{}]*\})?(.*?)\\end\{\1\}\s*[\])]?$", re.DOTALL
 )
 _NOT_LETTERS = re.compile(r"[\W_]+")
+_MINUTES = re.compile("0[0-9]")
 
 
 @lru_cache(maxsize=8192)
@@ -273,7 +274,8 @@ def _single(tokens: list[Token]) -> Answer:
         return bracketed
     ratio, colons = _split(tokens, (":",))
     if colons and not any(token.kind == "word" for token in tokens):
-        return Ratio(tuple(parse_expression(piece) for piece in ratio))
+        is_time = any(len(piece) == 1 and _MINUTES.fullmatch(piece[0].text) for piece in ratio[1:])
+        return Ratio(tuple(parse_expression(piece) for piece in ratio), is_time)
     try:
         return parse_quantity(tokens)
     except (Unreadable, TooLarge):

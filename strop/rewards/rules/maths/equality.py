@@ -211,6 +211,8 @@ def _same_ratio(left: Answer, right: Answer) -> bool:
     other = _terms(right)
     if not one or len(one) != len(other):
         return False
+    if any(isinstance(ratio, Ratio) and ratio.is_time for ratio in (left, right)):
+        return all(identical(*terms) for terms in zip(one, other))
     for index in range(1, len(one)):
         crossed = Apply("*", (one[0], other[index]))
         if not identical(crossed, Apply("*", (one[index], other[0]))):

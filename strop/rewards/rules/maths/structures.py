@@ -34,6 +34,8 @@ class Ratio(NamedTuple):
     """Numbers with colons between them."""
 
     items: tuple[Node, ...]
+    is_time: bool = False
+    """A later number is written with a zero before it, as in 3:05; it is compared number by number."""
 
 
 class Matrix(NamedTuple):
