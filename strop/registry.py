@@ -17,12 +17,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 Target = TypeVar("Target")
@@ -119,6 +120,36 @@ class Registry:
         return name.strip().lower().replace("-", "_")
 
 
+_imported_files: dict[str, tuple[Path, bytes | None]] = {}
+"""Names of the modules that are files of users, with the file and what it contained."""
+
+
+def forget_changed_files() -> None:
+    """Let files of users that have changed be imported anew. A call from Python starts with this: somebody
+    who edits a reward function in a notebook's folder and trains again expects the new one. Code does not
+    change while a run lasts."""
+    for name, (file, content) in list(_imported_files.items()):
+        if _content(file) != content:
+            sys.modules.pop(name, None)
+            del _imported_files[name]
+
+
+class _UserFile(importlib.machinery.SourceFileLoader):
+    """Without Python's cache of bytecode, which takes a file that was edited within the same second, and is
+    as long as before, for unchanged."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _content(file: Path) -> bytes | None:
+    """A hash of a file; None if it cannot be read."""
+    try:
+        return hashlib.sha256(file.read_bytes()).digest()
+    except OSError:
+        return None
+
+
 def load_module(path: str) -> ModuleType:
     """Import a user's file: a path, `file://path`, `pkg://dotted.module`, or a dotted module name."""
     if path.startswith("pkg://"):
@@ -133,7 +164,8 @@ def load_module(path: str) -> ModuleType:
     name = f"strop_plugin_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
+    _imported_files[name] = (file, _content(file))
+    spec = importlib.util.spec_from_file_location(name, file, loader=_UserFile(name, str(file)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

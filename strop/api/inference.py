@@ -19,6 +19,7 @@ from strop.api.table import Table
 from strop.config.compose import load
 from strop.data.fetch import FORMATS
 from strop.data.schema import to_plain
+from strop.registry import forget_changed_files
 from strop.rewards.signatures import without_facts
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def _evaluate(
     from strop.inference.evaluation import summarise
     from strop.preflight.examine import require
 
+    forget_changed_files()
     settings = Settings("evaluation", scoring)
     settings.set("data.path", str(file), "data")
     loaded = load("evaluation", settings.arguments())
@@ -167,6 +169,7 @@ def _generate(
     from strop.models.patches import undo_all_patches
     from strop.preflight.examine import require
 
+    forget_changed_files()
     settings = Settings("generation", keys)
     settings.set_model("model", model, tokenizer, folder)
     settings.set("data.path", str(write_rows(rows, folder, "prompts")), "prompts")

@@ -17,6 +17,7 @@ from strop.api.progress import is_interactive
 from strop.api.run import Run
 from strop.config.compose import Loaded, load
 from strop.errors import STOPPED
+from strop.registry import forget_changed_files
 from strop.shared.in_process import InProcess
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Prepared:
 
 def draft_config(root: str, arguments: list[str]) -> TrainingConfig:
     """The configuration as far as the caller has set it, for its folder and names of columns."""
+    forget_changed_files()
     config: TrainingConfig = load(root, arguments).config
     return config
 

@@ -31,8 +31,24 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     tokenizer.save_pretrained(part)
     target = folder / f"model-{_fingerprint(model)}-{_digest_of_files(part)}"
     if not target.exists():
-        model.save_pretrained(part)
+        write_module(model, part)
     return _finish(part, target)
+
+
+def write_module(model: PreTrainedModel, folder: Path) -> None:
+    """Save a module as it is. transformers does not save every generation config that it loads."""
+    from strop.models.generation.settings import write_generation_config
+
+    kept = getattr(model, "generation_config", None)
+    if kept is None:
+        model.save_pretrained(folder)
+        return
+    model.generation_config = type(kept)()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = kept
+    write_generation_config(kept, folder)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:

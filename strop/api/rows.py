@@ -16,13 +16,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from strop.data.fetch import FORMATS
 from strop.data.files import FileRows, open_rows
 from strop.data.schema import require_column
 from strop.rewards.base import plain_value
 from strop.rewards.signatures import ROW_FACTS
+
+if TYPE_CHECKING:
+    import pyarrow
 
 Rows: TypeAlias = Iterable[Mapping[str, object]]
 """Rows as objects: anything that yields mappings. Data sets of Hugging Face do; frames are converted."""
@@ -177,7 +180,8 @@ def open_files(data: object, name: str) -> FileRows:
 def write_rows(rows: Sequence[PlainRow], folder: Path, name: str) -> Path:
     """Write rows to `folder`, under a name that changes with their content; returns the file.
 
-    Parquet; where a column has values of several types, which parquet cannot hold, one JSON object per line.
+    Parquet; where a column has values of several types (also integers and floats) or only empty dicts, which
+    parquet cannot hold, one JSON object per line.
     """
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{name}.{os.getpid()}.part"
@@ -192,20 +196,43 @@ def write_rows(rows: Sequence[PlainRow], folder: Path, name: str) -> Path:
 
 
 def _write_parquet(rows: Sequence[PlainRow], file: Path) -> str | None:
-    """The suffix of the format; None if Arrow has no type for a column."""
+    """The suffix of the format; None if Arrow has no type for a column, or parquet cannot hold it."""
     import pyarrow
     import pyarrow.parquet
 
     arrays = {}
     for column in columns_of(rows):
+        values = [row.get(column) for row in rows]
         try:
-            arrays[column] = pyarrow.array([row.get(column) for row in rows])
+            arrays[column] = pyarrow.array(values)
         except (pyarrow.ArrowException, OverflowError):
+            return None
+        if _loses_integers(values, arrays[column].type):
             return None
         if pyarrow.types.is_null(arrays[column].type):  # readers would not find the column
             arrays[column] = arrays[column].cast(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table(arrays), file)
+    try:
+        pyarrow.parquet.write_table(pyarrow.table(arrays), file)
+    except pyarrow.ArrowNotImplementedError:  # a column of empty dicts
+        return None
     return ".parquet"
+
+
+def _loses_integers(values: Sequence[Any], kind: pyarrow.DataType) -> bool:
+    """Whether a column of this type, or a part of it, has floats in the place of integers: 1.0 for 1."""
+    import pyarrow
+
+    present = [value for value in values if value is not None]
+    if pyarrow.types.is_floating(kind):
+        return any(isinstance(value, int) for value in present)
+    if pyarrow.types.is_list(kind):
+        return _loses_integers([item for value in present for item in value], kind.value_type)
+    if pyarrow.types.is_struct(kind):
+        fields = [kind.field(place) for place in range(kind.num_fields)]
+        return any(
+            _loses_integers([value.get(field.name) for value in present], field.type) for field in fields
+        )
+    return False
 
 
 def _write_json(rows: Sequence[PlainRow], file: Path, name: str) -> str:
@@ -217,7 +244,8 @@ def _write_json(rows: Sequence[PlainRow], file: Path, name: str) -> str:
                 except (TypeError, ValueError) as error:
                     raise ValueError(
                         f"{name}: row {index}, column {column!r} cannot be written to a file: {error}. Rows "
-                        "hold text, numbers, lists and dicts of them."
+                        "hold text, numbers, lists and dicts of them; bytes only if no column mixes types, "
+                        "for instance integers and floats."
                     ) from error
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
     return ".jsonl"

@@ -71,11 +71,11 @@ class Run(Generic[Config]):
         names = [logger] if isinstance(logger, str) else logger
         if not {"file", "jsonl"} & set(names) or not file.exists():
             return Table(self.rows)
-        found = []
+        found: dict[int, dict[str, object]] = {}
         for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            found.append({"step": record["step"], **record["data"]})
-        return Table(found)
+            record = json.loads(line)  # a validation that was repeated after a resumption has its own line
+            found.setdefault(record["step"], {"step": record["step"]}).update(record["data"])
+        return Table(list(found.values()))
 
     def plot(self, *names: str, file: str | Path | None = None) -> Chart:
         """Draw metrics by step (needs matplotlib: the extra `plot`). Without names: the score or the
@@ -137,8 +137,10 @@ class Run(Generic[Config]):
 
     def save(self, folder: str | Path) -> Path:
         """Write the model and its tokenizer as a folder that transformers loads."""
+        from strop.api.models import write_module
+
         target = Path(folder)
-        self.model.save_pretrained(target)
+        write_module(self.model, target)
         self.tokenizer.save_pretrained(target)
         return target
 

@@ -14,7 +14,7 @@ from strop.backends.base import Outputs
 from strop.config.schema.ppo import PpoConfig
 from strop.data.chat import Chat
 from strop.ppo.experience import ExperienceFacts, add_advantages
-from strop.types import Batch, Prompt, Trajectory, batch_of, rows_of
+from strop.types import Batch, Images, Prompt, Trajectory, batch_of, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,15 +114,38 @@ def with_advantages(batch: Batch, rows: TokenRows, estimator: str, config: PpoCo
     flat = [row for row in flat_rows(rows) if isinstance(row, Trajectory)]
     algorithm = dataclasses.replace(config.algorithm, adv_estimator=estimator)
     facts = ExperienceFacts.of(dataclasses.replace(config, algorithm=algorithm), on_policy=True)
+    if facts.compares_episodes or facts.score_baseline is not None:
+        check_groups(rows, flat)
     return add_advantages(batch.replace(rewards=batch.scores), algorithm, facts, flat)
 
 
+def check_groups(rows: Sequence[object], flat: Sequence[Trajectory]) -> None:
+    """Refuse rows of one group with different prompts, where the caller did not say that they are compared.
+    Each call of `sample` counts its prompts from 0, so rows of several calls may have the same number."""
+    if all(isinstance(row, list | tuple) for row in rows):
+        return
+    first: dict[int, int] = {}
+    for place, row in enumerate(flat):
+        other = first.setdefault(row.group, place)
+        if row.prompt.ids != flat[other].prompt.ids:
+            raise ValueError(
+                f"Rows {other} and {place} both have group={row.group}, but different prompts; a group is "
+                "compared as the samples of one prompt. Give each group as a list of its own "
+                "([[a, b], [c, d]]), or set Trajectory.group."
+            )
+
+
 def flat_rows(rows: Sequence[Datum] | Sequence[Trajectory] | Sequence[Sequence[Trajectory]]) -> list[object]:
-    """Rows, or groups of rows, as one list."""
+    """Rows, or groups of rows, as one list. Each list of trajectories is a group, whatever their numbers: two
+    calls of `sample` both begin to count at 0."""
+    grouped = all(isinstance(row, list | tuple) for row in rows)
     flat: list[object] = []
-    for row in rows:
+    for number, row in enumerate(rows):
         if isinstance(row, list | tuple):
-            flat += row
+            for member in row:
+                if grouped and isinstance(member, Trajectory) and member.group != number:
+                    member = dataclasses.replace(member, group=number)
+                flat.append(member)
         else:
             flat.append(row)
     return flat
@@ -131,7 +154,9 @@ def flat_rows(rows: Sequence[Datum] | Sequence[Trajectory] | Sequence[Sequence[T
 def pairs_batch(pairs: Pairs) -> Batch:
     """A batch of prompts and responses, of which only the log-probs are asked for."""
     data = []
+    images: list[Images] = []
     for pair in pairs:
+        images.append(pair.prompt.images if isinstance(pair, Trajectory) else ())
         if isinstance(pair, Trajectory):
             data.append(Datum(pair.prompt.ids, pair.response))
         elif isinstance(pair, Datum):
@@ -139,7 +164,8 @@ def pairs_batch(pairs: Pairs) -> Batch:
         else:
             prompt, response = pair
             data.append(Datum(prompt, response))
-    return _batch_of_data(data)
+    batch = _batch_of_data(data)
+    return batch.replace(images=images) if any(images) else batch
 
 
 def _batch_of_data(data: Sequence[Datum]) -> Batch:

@@ -174,6 +174,8 @@ class Policy:
         `seed`: the same seed gives the same responses; without one, each call draws others. `adapter`: an
         adapter, a published name, or None for the model without adapter.
         """
+        if isinstance(prompts, str):  # whose letters would be prompts
+            raise ValueError(f"sample() takes several prompts; {prompts[:80]!r} is one: give it in a list.")
         sampling = self._sampling(n, max_tokens, temperature, top_k, top_p, stop)
         numbered = [(place, self._rendered(prompt, place)) for place, prompt in enumerate(prompts)]
         with self._gate.training():
@@ -207,6 +209,7 @@ class Policy:
             n,
             seed=stream_seed(base, call, rendered.index, 0),
             max_tokens=min(max_tokens, room),
+            images=rendered.images,
         )
         if isinstance(self._core, RankedCore):
             found = await asyncio.to_thread(self._sample_ranked, rendered, sampling, n, (base, call), adapter)
@@ -265,9 +268,8 @@ class Policy:
 
     def batch(self, rows: TokenRows, *, advantages: str | None = None) -> Batch:
         """Trajectories (or groups of them, as `sample` returns) as tensors; rows without a score are masked.
-
-        `advantages`: an estimator by name (grpo, rloo, reinforce_plus_plus ...), with the settings of the
-        `algorithm` section.
+        Each list is a group; rows without lists are grouped by `Trajectory.group`. `advantages`: an estimator
+        by name (grpo, rloo, reinforce_plus_plus ...), with the settings of the `algorithm` section.
         """
         batch = check_batch(training_batch(rows), self._facts.vocabulary, self._facts.longest)
         if advantages is None:

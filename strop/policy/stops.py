@@ -12,15 +12,19 @@ from strop.types import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Stops = Sequence[str | int]
-"""Token ids and texts that end a response."""
+Stops = str | int | Sequence[str | int]
+"""Token ids and texts that end a response; one of them, or a list."""
+
+
+def _listed(stop: Stops) -> Sequence[str | int]:
+    return [stop] if isinstance(stop, str | int) else stop
 
 
 def sampling_until(
     ends: Iterable[int], stop: Stops, max_tokens: int, temperature: float, top_k: int, top_p: float
 ) -> Sampling:
     """The engine's settings. `ends`: the end tokens of the model."""
-    tokens = {*ends, *(item for item in stop if isinstance(item, int))}
+    tokens = {*ends, *(item for item in _listed(stop) if isinstance(item, int))}
     return Sampling(
         temperature=temperature,
         top_k=top_k,
@@ -32,7 +36,7 @@ def sampling_until(
 
 def cut_at_text(trajectory: Trajectory, stop: Stops, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
     """The trajectory up to the token that completes the first of the texts in `stop`."""
-    texts = [item for item in stop if isinstance(item, str) and item]
+    texts = [item for item in _listed(stop) if isinstance(item, str) and item]
 
     def has_one(ids: Sequence[int]) -> bool:
         decoded = str(tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -41,7 +41,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "reward": ("scores", "baselines", "mask"),
     "old_log_prob": ("old_log_probs", "entropy", "sum_pi_squared"),
     "ref": ("ref_log_probs",),
-    "teacher": ("teacher_log_probs",),
+    "teacher": ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"),
     "values": ("values",),
     "adv": ("rewards", "rollout_weights", "mask", "advantages", "returns"),
 }

@@ -73,11 +73,13 @@ class BackendMaker:
         shared_with_engine: bool = False,
         megatron: MegatronConfig | None = None,
         router_replay: str = BackendSettings.router_replay,
+        topk: int = 0,
     ) -> ModuleBackend:
         """The backend of the module that `build` (of models/build.py) makes of the `model` section.
 
         Without `optim` it is frozen. `shared_with_engine`: a rollout engine samples from the module, so its
-        weights stay on the device. `router_replay`: which passes take the experts of the batch.
+        weights stay on the device. `router_replay`: which passes take the experts of the batch. `topk`:
+        tokens of the output top_ids.
         """
         if fsdp.full_determinism:
             use_deterministic_kernels()
@@ -87,7 +89,7 @@ class BackendMaker:
             settings = dataclasses.replace(settings, router_replay=router_replay)
             return self._megatron(build, model, megatron, settings)
         settings = self._settings(model, fsdp.dtype, optim, clip, master=fsdp.model_dtype)
-        settings = dataclasses.replace(settings, router_replay=router_replay)
+        settings = dataclasses.replace(settings, router_replay=router_replay, topk=topk)
         if model.quantization is not None:
             build = partial(build, quantize_on=self.device)
         if self.ranks.world == 1:

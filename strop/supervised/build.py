@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,16 @@ from strop.compat import conventions
 from strop.config.arithmetic import SupervisedPlan, plan_supervised
 from strop.config.compose import Loaded
 from strop.config.schema.supervised import DpoConfig, RmConfig, SupervisedTrainerConfig
-from strop.data.chat import template_text
+from strop.data.chat import Chat, template_text
 from strop.data.labelled import dataset_class, reads_labels
 from strop.data.loader import Loader
-from strop.data.prompts import order_seed
+from strop.data.selection import order_seed
 from strop.data.supervised import SupervisedDataset, build_supervised
+from strop.data.templates.turn_end import turn_end_token
 from strop.models.build import build_critic, build_policy, build_reference, build_tokenizer
+from strop.models.generation.settings import add_eos_id
 from strop.models.heads import pad_token_other_than_eos, set_reward_statistics
-from strop.models.lora import has_adapters
+from strop.models.lora import base_model, has_adapters
 from strop.models.vision.processor import processor_loader
 from strop.ranks import Ranks
 from strop.registry import load_plugins
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 
     from strop.config.schema.roots import AnySupervisedConfig
 
+log = logging.getLogger(__name__)
 ROLE = "model"
 """Name of the one trained model in checkpoints."""
 
@@ -73,6 +77,7 @@ def build_supervised_trainer(
     assert plan.total_steps is not None and plan.steps_per_epoch is not None
     make = BackendMaker(use_device(config.trainer.device), plan.total_steps, ranks, compat=config.compat)
     model = build_model(config, make)
+    stop_where_turns_end(config, model, train_rows.chat)
     micro = micro_batching(config, plan, task)
     train_items: Sequence[Item] = train_rows
     val_items: Sequence[Item] | None = val_rows
@@ -104,6 +109,17 @@ def build_supervised_trainer(
         observers=state.observers(),
         after_update=state.after_update(model),
     )
+
+
+def stop_where_turns_end(config: AnySupervisedConfig, model: ModuleBackend, chat: Chat) -> None:
+    """A model that learns to end its turns with another token than its EOS token, such as a base model with
+    the template of a chat model, stops there when it is sampled: its generation config says so."""
+    if isinstance(config, RmConfig) or chat.plain:
+        return
+    end = turn_end_token(chat)
+    if end is not None and add_eos_id(base_model(model.module), end, chat.tokenizer.eos_token_id):
+        shown = chat.tokenizer.decode([end])
+        log.info("The model learns to end its turns with %r; its generation config stops there.", shown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,18 +249,19 @@ def build_reference_forward(
 ) -> Forward | None:
     """The forward pass of the frozen reference of DPO; None: no reference is needed.
 
-    It is the policy without its LoRA adapters, the policy itself if all log-probs are computed before
-    training and both are the same folder, else another model.
+    It is the policy itself if all log-probs are computed before training and both are the same folder, the
+    policy without its new LoRA adapters, else another model.
     """
     if not isinstance(config, DpoConfig) or config.loss.reference_free:
         return None
     if "reference" not in PREFERENCE_LOSSES.entry(config.loss.type).facts["needs"]:
         return None
     same = config.ref.path == config.model.path
+    new_adapters = has_adapters(model.module) and config.model.lora_adapter_path is None
+    if same and config.loss.precompute_ref and not new_adapters:
+        return model.forward
     if same and has_adapters(model.module):
         return WithoutAdapters(model).forward
-    if same and config.loss.precompute_ref:
-        return model.forward
     settings = dataclasses.replace(
         config.model, path=config.ref.path, use_remove_padding=config.use_remove_padding
     )

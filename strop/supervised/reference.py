@@ -125,9 +125,12 @@ class ReferencePass:
         aside.replace(self._file)
 
     def _name(self, rows: SupervisedDataset) -> str:
-        """Changes with the rows, with how they become tokens, and with the weights."""
-        facts = [rows.fingerprint(), rows.config, rows.chat.template or rows.chat.tokenizer.chat_template]
-        for path in (self.config.ref.path, self.config.model.tokenizer_path):
+        """Changes with the rows, with how they become items (kto: one per response) and tokens, and with the
+        weights."""
+        facts: list[object] = [type(rows).__name__, rows.fingerprint(), rows.config]
+        facts.append(rows.chat.template or rows.chat.tokenizer.chat_template)
+        model = self.config.model
+        for path in (self.config.ref.path, model.tokenizer_path, model.lora_adapter_path):
             facts += [path, _versions(path)]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 

@@ -63,11 +63,15 @@ def is_trainable(item: Item) -> bool:
     """Whether a row still has something to train on after it was cut to its limit."""
     if item is None:
         return False
-    if isinstance(item, LabelledAnswer):
-        return any(item.chosen.mask) and any(item.rejected.mask)
-    if isinstance(item, PreferencePair):
-        return any(item.chosen.mask) and any(item.rejected.mask) and item.chosen.ids != item.rejected.ids
-    return any(item.mask[1:])  # the first token of a text is not predicted
+    if not isinstance(item, PreferencePair):
+        return _predicts(item)
+    both = _predicts(item.chosen) and _predicts(item.rejected)
+    return both and (isinstance(item, LabelledAnswer) or item.chosen.ids != item.rejected.ids)
+
+
+def _predicts(text: Rendered) -> bool:
+    """Whether a text has a trained token that is predicted; its first token is not."""
+    return any(text.mask[1:])
 
 
 class Task(Protocol):

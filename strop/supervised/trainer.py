@@ -74,10 +74,12 @@ class EpochProgress:
 class ScoreMoments:
     """Mean and standard deviation of all scores of a reward model, which normalize its rewards later.
 
-    Those of the latest validation are used; without validation, running ones of the training pairs.
+    Those of a validation are used for the weights that it saw; after an update, running ones of the training
+    pairs: scores grow while a reward model learns.
     """
 
-    validated: bool = False
+    validation: RewardStatistics | None = None
+    """Of the current weights."""
     moments: dict[str, float] = field(default_factory=lambda: {"mean": 0.0, "square": 0.0, "weight": 0.0})
 
     def __call__(self, found: dict[str, float], validation: bool) -> None:
@@ -85,28 +87,32 @@ class ScoreMoments:
         mean = (found["chosen_reward"] + found["rejected_reward"]) / 2
         square = found.pop("score_square")
         found |= {"score_mean": mean, "score_std": _deviation(mean, square)}
-        new = {"mean": mean, "square": square, "weight": 1.0}
         if validation:
-            self.validated = True
-            self.moments = new
-        elif not self.validated:
-            for name, old in self.moments.items():
-                self.moments[name] = MOMENT_DECAY * old + (1 - MOMENT_DECAY) * new[name]
+            self.validation = _statistics(mean, square)
+            return
+        self.validation = None
+        new = {"mean": mean, "square": square, "weight": 1.0}
+        for name, old in self.moments.items():
+            self.moments[name] = MOMENT_DECAY * old + (1 - MOMENT_DECAY) * new[name]
 
     @property
     def statistics(self) -> RewardStatistics:
         weight = self.moments["weight"]
+        if self.validation is not None:
+            return self.validation
         if not weight:
             return RewardStatistics()
-        mean = self.moments["mean"] / weight
-        return RewardStatistics(mean, max(_deviation(mean, self.moments["square"] / weight), 1e-8))
+        return _statistics(self.moments["mean"] / weight, self.moments["square"] / weight)
 
     def state_dict(self) -> dict[str, object]:
-        return {"validated": self.validated, "moments": dict(self.moments)}
+        return {"moments": dict(self.moments)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.validated = bool(state["validated"])
         self.moments = {name: float(value) for name, value in state["moments"].items()}
+
+
+def _statistics(mean: float, square: float) -> RewardStatistics:
+    return RewardStatistics(mean, max(_deviation(mean, square), 1e-8))
 
 
 def _deviation(mean: float, square: float) -> float:

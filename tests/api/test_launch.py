@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 import strop
 from strop.api import launch
+from strop.config.compose import load
+from strop.registry import load_attribute, load_module
 from strop.run.checkpoint.layout import read_latest
 from tests.api.scene import digits, small
 from tests.runtime.started import assert_same_run
@@ -152,3 +155,24 @@ def test_two_ranks(call: Call) -> None:
     run = call(n_gpus_per_node=2, **{"checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"]})
     assert run.finished and run.metrics["step"] == [1, 2] and len(run.samples()) == 8
     assert run.model.config.model_type == "llama" and run.tokenizer.eos_token
+
+
+def test_a_validation_that_was_repeated_belongs_to_its_step(tmp_path: Path) -> None:
+    lines = ['{"step": 1, "data": {"train/loss": 2.0}}', '{"step": 1, "data": {"val/loss": 3.0}}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    config = load("sft_trainer").config
+    run = strop.Run(config, "sft", [], tmp_path, step=1, total_steps=1)
+    assert list(run.metrics) == [{"step": 1, "train/loss": 2.0, "val/loss": 3.0}]
+
+
+def test_a_file_that_was_edited_between_two_calls_is_read_again(tmp_path: Path, monkeypatch) -> None:
+    """Also if it was edited within a second and is as long as before, where Python would take its bytecode."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "reward.py"
+    words = [f"plugins=[{file}]"]
+    for text in ("10", "200", "300", "300"):
+        file.write_text(f"def score(completion):\n    return {text}\n")
+        before = load_module(str(file))
+        launch.draft_config("sft_trainer", words)
+        assert load_attribute(str(file), "score")("") == int(text)
+    assert load_module(str(file)) is before  # it has not changed

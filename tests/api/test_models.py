@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from strop.api.models import plain_module, refuse_unusable, save_model, save_tokenizer
 from strop.config.schema.model import ModelConfig
@@ -31,6 +31,15 @@ def test_a_module_is_saved_once_and_again_when_it_changes(model: PreTrainedModel
         next(model.parameters()).add_(1)
     assert save_model(model, None, tmp_path) != folder
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_generation_config_that_transformers_refuses_to_save_is_kept(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    model.generation_config.temperature = 0.6
+    folder = save_model(model, None, tmp_path)
+    assert GenerationConfig.from_pretrained(folder).temperature == 0.6
+    assert model.generation_config.temperature == 0.6 and not model.generation_config.do_sample
 
 
 def test_a_tokenizer_is_saved_once(task: Path, tmp_path: Path) -> None:

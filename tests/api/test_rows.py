@@ -116,6 +116,15 @@ def test_values_of_several_types_are_written_as_json(tmp_path: Path) -> None:
     file = write_rows(prompt_rows(rows, RowKeys(), "train"), tmp_path, "train")
     assert file.suffix == ".jsonl"
     assert [column_arguments(sample_of(file, index))["answer"] for index in (0, 1)] == [1, "two"]
+    nested = [{"prompt": "a", "answer": [{"x": 1}]}, {"prompt": "b", "answer": [{"x": 2.5}]}]
+    for rows in ([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2.5}], nested):
+        mixed = write_rows(prompt_rows(rows, RowKeys(), "train"), tmp_path, "train")
+        found = [column_arguments(sample_of(mixed, index))["answer"] for index in (0, 1)]
+        assert repr(found) == repr([row["answer"] for row in rows])  # 1, not 1.0
+        mixed.unlink()
+    empty = write_rows([{"prompt": "a", "answer": {}}], tmp_path, "train")
+    assert open_rows(str(empty))[0] == {"prompt": "a", "answer": {}}
+    empty.unlink()
     with pytest.raises(ValueError, match=r"train: row 0, column 'answer' cannot be written.*object"):
         write_rows([{"prompt": "a", "answer": object()}], tmp_path, "train")
     assert [path.name for path in tmp_path.iterdir()] == [file.name]

@@ -170,3 +170,8 @@ def test_a_plain_script_on_ranks_has_the_numbers_of_one_process(
     assert found["numbers"] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
     for row, expected in zip(found["log_probs"], log_probs, strict=True):
         assert row == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-4)
+
+
+def test_an_optimizer_of_one_device_is_refused_before_ranks_start(task: Path) -> None:
+    with pytest.raises(ValueError, match="AdamW8bit works on one device, but there are 2"):
+        Policy(task / "model", ranks=2, optimizer="AdamW8bit")

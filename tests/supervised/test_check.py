@@ -90,6 +90,12 @@ def test_rows_that_are_too_long(small, tmp_path):
     )
     report = examine(load("sft_trainer", [*base, "data.truncation=right"]))
     assert report.ok and any("will be cut (right)" in str(finding) for finding in report.findings)
+    assert "leaves nothing to learn of any" in errors(
+        "sft", base, "data.max_length=4", "data.truncation=right"
+    )
+    long = with_rows(small, tmp_path, "sft", [{"prompt": "1+1=1+1=", "response": "2"}] * 3)
+    report = examine(load("sft_trainer", [*long, "data.max_length=7", "data.truncation=right"]))
+    assert report.ok and any("nothing to learn is left of 3." in str(finding) for finding in report.findings)
     with pytest.raises(ValueError, match=r"No row could be trained on .* data\.max_length=4"):
         train("sft", base, "data.max_length=4", "data.truncation=right", "data.val_files=null")
 
@@ -111,9 +117,16 @@ def test_a_file_without_a_usable_row(small, tmp_path):
 
 def test_templates(small, tmp_path):
     base = settings(small, tmp_path, "sft")
-    rewriting = "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m['content'] }}{% endfor %}"
-    found = errors("sft", [*base, f'data.chat_template="{rewriting}"', "data.multiturn.enable=true"])
-    assert "not prefix-stable" in found
+    # Earlier turns change when a turn is added, as thoughts do: rows of one turn can be trained on.
+    rewriting = "{% for m in messages %}{% if loop.last and m['role'] == 'assistant' %}!{% endif %}"
+    rewriting += "{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    talks = [*base, f'data.chat_template="{rewriting}"', "data.multiturn.enable=true", "data.val_files=null"]
+    single = lines(tmp_path / "single.jsonl", [{"messages": TALK}] * 16)
+    report = examine(load("sft_trainer", [*talks, f"data.train_files={single}"]))
+    assert report.ok and any("not prefix-stable" in str(finding) for finding in report.findings)
+    later = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    several = lines(tmp_path / "several.jsonl", [{"messages": [*TALK, *later]}] * 16)
+    assert "rewrites earlier turns when message 3" in errors("sft", talks, f"data.train_files={several}")
     # No {% generation %} markers and no generation prompt: what the assistant says is found by rendering twice.
     roles = "{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{{ eos_token }}{% endfor %}"
     report = examine(load("sft_trainer", [*base, f'data.chat_template="{roles}"']))
@@ -222,6 +235,8 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
         ("sft", ["trainer.logger=wandbb"], "unknown tracker"),
         ("sft", ["data.train_batch_size=65"], "the files have only 64"),
         ("sft", ["data.response_key=answer"], "no column 'answer'"),
+        ("sft", ["trainer.default_local_dir="], "trainer.default_local_dir: empty"),
+        ("sft", ["model=Qwen/Qwen2.5-0.5B"], r"Could not find .*instance model\.path=DIR"),
         ("sft", ["model.path=/nowhere"], "no folder|does not exist"),
     ],
 )
@@ -236,11 +251,14 @@ def test_settings_that_cannot_work(small, tmp_path, verb, more, said):
 def test_settings_without_effect_are_said(small, tmp_path):
     more = ["loss.type=ipo", "loss.label_smoothing=0.1", "trainer.critic_warmup=3"]
     more.append("trainer.checkpoint.save_contents=[optimizer]")
+    more += ["trainer.best_metric=val/loss", "data.val_files=null", "optim.total_training_steps=4"]
     report = examine(load("dpo_trainer", [*settings(small, tmp_path, "dpo"), *more]))
     said = "\n".join(map(str, report.findings))
     assert report.ok and "loss.label_smoothing: 0.1 has no effect: ipo has no such term" in said
     assert "trainer.critic_warmup: no effect in supervised training" in said
     assert "trainer.checkpoint.save_contents: ['optimizer']: checkpoints have no weights" in said
+    assert "trainer.best_metric: val/loss has no effect, because no step is validated" in said
+    assert "4, but the run has 8 steps: later ones keep the lowest learning rate of cosine" in said
 
 
 def test_validating_alone(small, tmp_path):

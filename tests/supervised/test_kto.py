@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -60,6 +62,20 @@ def test_the_loss_of_a_step_is_that_of_the_formula(task, tmp_path, micro):
     found = metrics(tmp_path / "run")[1]
     assert found["train/loss"] == pytest.approx(expected, rel=1e-5)
     assert found["train/kl"] == pytest.approx(kl.item(), rel=1e-4)
+
+
+def test_the_reference_of_kto_is_not_that_of_pairs(task, tmp_path):
+    """Both read the same rows, and an earlier run of the folder has stored its reference log-probs."""
+    base = [*settings(task, tmp_path, "dpo"), "trainer.resume_mode=disable", "trainer.total_training_steps=1"]
+    train("dpo", base, "loss.type=kto")
+    assert train("dpo", base)[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert train("dpo", base, "loss.type=kto", "data.seed=7")[1]["train/loss"] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_a_response_of_which_nothing_is_predicted_is_skipped(task, tmp_path):
+    base = [*labelled(task, tmp_path), "data.max_length=1", "data.truncation=left"]
+    with pytest.raises(ValueError, match="No row could be trained on"):
+        train("dpo", base)
 
 
 def test_kto_learns_from_labels_and_from_pairs(task, tmp_path):

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from strop.config.compose import load
+from strop.config.rules import check
 from strop.config.schema.reward import RewardModelConfig
 from strop.data.files import open_rows
 from strop.models.heads import pad_token_other_than_eos, reward_statistics
@@ -180,11 +182,9 @@ def test_moments():
     assert (moments.statistics.mean, moments.statistics.std) == pytest.approx((2.0, 1.0))
     assert found == {"chosen_reward": 3.0, "rejected_reward": 1.0, "score_mean": 2.0, "score_std": 1.0}
     moments({"chosen_reward": 0.0, "rejected_reward": 0.0, "score_square": 4.0}, True)
-    moments({"chosen_reward": 9.0, "rejected_reward": 9.0, "score_square": 81.0}, False)
-    assert (moments.statistics.mean, moments.statistics.std) == (
-        0.0,
-        2.0,
-    )  # the held-out file has the last word
+    assert (moments.statistics.mean, moments.statistics.std) == (0.0, 2.0)  # of held-out pairs
+    moments({"chosen_reward": 3.0, "rejected_reward": 1.0, "score_square": 5.0}, False)
+    assert (moments.statistics.mean, moments.statistics.std) == pytest.approx((2.0, 1.0))  # other weights
 
 
 def test_the_end_of_an_answer_is_never_padding():
@@ -234,6 +234,20 @@ def test_another_reference_and_adapters(pairs, tmp_path):
         torch.allclose(tensor, weights(tmp_path / "false", 8)[name], rtol=1e-3, atol=1e-4)
         for name, tensor in weights(tmp_path / "true", 8).items()
     )
+
+
+def test_a_model_that_starts_with_an_adapter_is_its_own_reference(pairs, tmp_path):
+    """DPO after SFT with LoRA: the reference has learned what the SFT taught."""
+    model = AutoModelForCausalLM.from_pretrained(pairs / "model")
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    base = [*settings(pairs, tmp_path / "run", "dpo"), f"model.lora_adapter_path={tmp_path}/adapter"]
+    assert train("dpo", base)[0]["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    said = "\n".join(map(str, check(load("dpo_trainer", [*base, "loss.precompute_ref=false"]))))
+    assert "the reference is the model without the adapter" in said
 
 
 def make_task_model(pairs: Path, folder: Path) -> Path:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from strop.config.compose import load
 from strop.data.files import open_rows
+from strop.preflight.examine import examine
 from strop.supervised.trainer import EpochProgress
 from tests import forked
 from tests.forked import Forked
@@ -280,6 +284,43 @@ def test_the_time_left_counts_what_this_process_did():
     other = EpochProgress()
     other.load_state_dict(progress.state_dict())
     assert (other.tokens, other.rows) == (50, 4)
+
+
+def test_a_generation_config_that_transformers_refuses_to_save_is_kept(task, tmp_path):
+    """It loads them, and many models have one; the run must not end with its first checkpoint."""
+    shutil.copytree(task / "model", tmp_path / "model")
+    written = {
+        "eos_token_id": [1, 2],
+        "pad_token_id": 0,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "do_sample": False,
+    }
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(written))
+    base = [*settings(task, tmp_path / "run", "sft"), f"model.path={tmp_path}/model"]
+    train("sft", base, "trainer.total_training_steps=1", "trainer.checkpoint.save_contents=[model,hf_model]")
+    export = tmp_path / "run" / "global_step_1" / "model" / "huggingface"
+    kept = GenerationConfig.from_pretrained(export)
+    changed = {name: getattr(kept, name) for name in written}
+    assert changed == written
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo"])
+def test_the_model_stops_at_the_token_that_it_learned_to_end_its_turns_with(task, tmp_path, verb):
+    """A base model with the template of a chat model: its EOS token ends no turn."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<unk>{% endif %}{% endfor %}"
+    )
+    base = [*settings(task, tmp_path / "run", verb), f'data.chat_template="{template}"']
+    assert examine(load(f"{verb}_trainer", base)).findings == []
+    train(verb, base, "trainer.total_training_steps=1")
+    export = tmp_path / "run" / "global_step_1" / "model" / "huggingface"
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    stops = GenerationConfig.from_pretrained(export).eos_token_id
+    assert stops == [tokenizer.eos_token_id, tokenizer.unk_token_id]
+    train(verb, settings(task, tmp_path / "plain", verb), "trainer.total_training_steps=1")
+    export = tmp_path / "plain" / "global_step_1" / "model" / "huggingface"
+    assert GenerationConfig.from_pretrained(export).eos_token_id == tokenizer.eos_token_id
 
 
 def test_a_chat_template_of_the_run_travels_with_the_model(task, tmp_path):
