@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def cores_per_rank() -> int:
@@ -30,17 +32,40 @@ def usable_cores() -> int:
 
 
 def cpu_quota(groups: Path) -> float:
-    """Return the cores that the control group of a container allows, infinity if there is no limit. `groups`:
-    where control groups are mounted, version 2 or 1."""
-    quota, period = "max", ""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (groups / "cpu.max").read_text().split()
+    """Return the cores that the control groups of this process allow, infinity if there is no limit.
+    `groups`: where control groups are mounted, version 2 or 1."""
+    cores = math.inf
+    for folder in control_folders(groups, "cpu"):
+        quota, period = "max", ""
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+        with contextlib.suppress(OSError):
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        if quota not in ("max", "-1"):
+            cores = min(cores, int(quota) / int(period))
+    return cores
+
+
+def control_folders(groups: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders whose limits hold for this process: its control group and all above it.
+
+    In a container the mount is its own control group, and the path that the kernel names may not exist below
+    it. A job of SLURM or systemd is in a group below the mount, and the limit may be at any level.
+    """
+    yield groups
+    yield groups / controller
+    membership = ""
     with contextlib.suppress(OSError):
-        quota = (groups / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-        period = (groups / "cpu" / "cpu.cfs_period_us").read_text().strip()
-    if quota in ("max", "-1"):
-        return math.inf
-    return int(quota) / int(period)
+        membership = MEMBERSHIP.read_text()
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = groups if not controllers else groups / controller
+        names = path.strip("/").split("/")
+        if ".." in names or (controllers and controller not in controllers.split(",")):
+            continue
+        for depth in range(1, len(names) + 1):
+            yield base.joinpath(*names[:depth])
 
 
 @cache
@@ -50,9 +75,11 @@ def host_memory() -> int:
 
 
 def limited_memory(physical: int, groups: Path) -> int:
-    """Return the memory of the machine, or less where its control group has a limit. `groups`: where control
-    groups are mounted, version 2 or 1; without a limit the one says max, the other a huge number."""
-    for file in (groups / "memory.max", groups / "memory" / "memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            physical = min(physical, int(file.read_text()))
+    """Return the memory of the machine, or less where a control group of this process has a limit. `groups`:
+    where control groups are mounted, version 2 or 1; without a limit the one says max, the other a huge
+    number."""
+    for folder in control_folders(groups, "memory"):
+        for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):
+                physical = min(physical, int(file.read_text()))
     return physical

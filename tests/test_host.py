@@ -57,3 +57,40 @@ def test_ranks_share_the_cores_that_the_container_has(
     for quota, expected in (("-1\n", 4), ("800000\n", 2)):
         (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
         assert host.cores_per_rank() == expected
+
+
+@pytest.mark.parametrize(
+    ("membership", "level", "seen"),
+    [
+        ("0::/system.slice/job_7/step_0/user/task_0\n", "system.slice/job_7", True),
+        ("0::/system.slice/job_7/step_0\n", "system.slice/job_7/step_0", True),
+        ("0::/system.slice/job_8\n", "system.slice/job_7", False),
+        ("0::/../job_7\n", "job_7", False),
+        (
+            "9:name=systemd:/a\n4:memory:/slurm/job_7/step_0\n2:cpu,cpuacct:/slurm/job_7\n",
+            "slurm/job_7",
+            True,
+        ),
+        ("9:name=systemd:/slurm/job_7\n4:memory:/\n0::/\n", "slurm/job_7", False),
+    ],
+)
+def test_a_job_of_a_scheduler_may_have_less_than_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, level: str, seen: bool
+) -> None:
+    """Its control group is below the mount, and the limit is at any level above the process."""
+    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "membership").write_text(membership)
+    first = ":memory:" in membership
+    memory = tmp_path / ("memory" if first else "") / level
+    cpu = tmp_path / ("cpu" if first else "") / level
+    memory.mkdir(parents=True)
+    cpu.mkdir(parents=True, exist_ok=True)
+    if first:
+        (memory / "memory.limit_in_bytes").write_text(f"{8 * GIB}\n")
+        (cpu / "cpu.cfs_quota_us").write_text("300000\n")
+        (cpu / "cpu.cfs_period_us").write_text("100000\n")
+    else:
+        (memory / "memory.max").write_text(f"{8 * GIB}\n")
+        (cpu / "cpu.max").write_text("300000 100000\n")
+    assert limited_memory(64 * GIB, tmp_path) == (8 * GIB if seen else 64 * GIB)
+    assert host.cpu_quota(tmp_path) == (3.0 if seen else float("inf"))

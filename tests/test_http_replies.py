@@ -9,6 +9,7 @@ import http.client
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,53 @@ def test_replies_of_an_engine_are_limited(serve: Any, flood: Flood, why: str) ->
             client.request("POST", "/generate", {})
     finally:
         client.close()
+
+
+class IdleServer(threading.Thread):
+    """Answers the requests of a connection, and closes it when one comes that crosses the end of its idle
+    time."""
+
+    idle_seconds = 3.0  # less than the 5 seconds of uvicorn, in which vLLM and SGLang run
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.connections = 0
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed by the test
+            while True:
+                connection, _ = self._socket.accept()
+                self.connections += 1
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        idle_since = time.monotonic()
+        with connection, connection.makefile("rb") as received:
+            while line := received.readline():
+                if time.monotonic() - idle_since > self.idle_seconds:
+                    return
+                if line == b"\r\n":
+                    connection.sendall(OK + b"Content-Length: 2\r\n\r\n{}")
+                    idle_since = time.monotonic()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def test_a_connection_is_not_used_after_it_was_idle_for_long() -> None:
+    server = IdleServer()
+    client = JsonClient("vllm", server.url)
+    try:
+        for pause in (0.0, 0.1, server.idle_seconds + 0.2):
+            time.sleep(pause)
+            assert client.request("GET", "/health") == {}
+        assert server.connections == 2
+    finally:
+        client.close()
+        server.close()
 
 
 def test_event_streams_have_no_limit_in_all(serve: Any) -> None:

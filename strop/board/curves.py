@@ -195,26 +195,14 @@ def curves(file: MetricFile, names: Sequence[str], points: int, *, stacked: bool
 
 
 MAX_VALUES = 16_000_000
-
-
 """Over all runs in memory, 12 bytes each; the least recently used runs are evicted first."""
-
-
 LONG_FILE = 1 << 20
-
-
 """Unread bytes that take too long to read while a list of runs waits."""
-
-
 END = 256 << 10
-
-
 """Bytes at the end of a long file that `glance` reads."""
-
-
+COMPARED = 256
+"""Bytes before the position in a file that must be those that were read."""
 State: TypeAlias = tuple[int, int, int]
-
-
 """Inode, size and modification time of a file: while they are unchanged, so is its content."""
 
 
@@ -337,10 +325,13 @@ class FileTail:
         """How often the file was found replaced."""
         self._identity: tuple[int, int] | None = None
         self._rest = b""
+        self._end = b""
+        """The last bytes that were read."""
         self._skipping = False
 
     def replaced(self) -> bool:
-        """Whether the file was replaced or deleted; then everything read from it is void."""
+        """Whether the file was replaced, deleted or written again in place, as scp does; then everything
+        read from it is void."""
         try:
             stat = self.path.stat()
         except OSError:
@@ -349,15 +340,26 @@ class FileTail:
         else:
             identity = (stat.st_dev, stat.st_ino)
             size = stat.st_size
-        other = self._identity is not None and (identity != self._identity or size < self.offset)
+        other = self._identity is not None and (
+            identity != self._identity or size < self.offset or not self._goes_on()
+        )
         if other:
             self.offset = 0
             self.damaged = 0
             self._rest = b""
+            self._end = b""
             self._skipping = False
             self.generation += 1
         self._identity = identity
         return other
+
+    def _goes_on(self) -> bool:
+        """Whether the bytes before the position are those that were read."""
+        if not self._end:
+            return True
+        with self.path.open("rb") as file:
+            file.seek(self.offset - len(self._end))
+            return file.read(len(self._end)) == self._end
 
     def new(self) -> Iterator[dict[str, object]]:
         """The objects in the lines that were added."""
@@ -367,6 +369,7 @@ class FileTail:
             file.seek(self.offset)
             while piece := file.read(CHUNK_BYTES):
                 self.offset += len(piece)
+                self._end = piece[-COMPARED:]
                 *lines, self._rest = (self._rest + piece).split(b"\n")
                 for line in lines:
                     yield from self._parsed(line)

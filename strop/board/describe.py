@@ -28,7 +28,7 @@ from strop.run.checkpoint.layout import (
     step_of,
     verify,
 )
-from strop.run.heartbeat import FINISHED, STOPPED_BY_SIGNAL, read_worker_states
+from strop.run.heartbeat import FINISHED, STOPPED_BY_SIGNAL, last_sign_of_life, read_worker_states
 from strop.run.sample_table import FOLDER
 
 T = TypeVar("T")
@@ -149,7 +149,9 @@ def _state(run: RunFolder, metrics: dict[str, Any], total: int | None) -> dict[s
         return {"state": "stopped", "phase": None}
     if not workers and total is not None and (metrics["step"] or 0) >= total:
         return {"state": "finished", "phase": None}
-    signs = [metrics["updated"] or 0.0, *(worker.since for worker in workers)]
+    signs = [metrics["updated"] or 0.0]
+    if workers:
+        signs.append(last_sign_of_life(run.path))
     last_sign = max((sign for sign in signs if math.isfinite(sign)), default=0.0)
     if time.time() - last_sign > STOPPED_AFTER:
         return {"state": "stopped", "phase": None}

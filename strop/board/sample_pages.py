@@ -231,12 +231,14 @@ class SampleFolder:
         names = ["ids", "tokens", "role", "rollout_log_probs", *TOKEN_TABLES]
         with self._open(split, step) as file:
             table = read_rows(file, rows_of(file, group, sample), names)
-        page: dict[str, object] = {"start": start, "length": len(table["ids"][0].values)}
+        page: dict[str, object] = {"start": start, "length": 0}
         for name in names:
-            values = table[name][0].values
+            values = table[name][0].values if name in table.column_names else None
             page[name] = None
             if values is not None:
                 page[name] = values.slice(start, MAX_TOKENS).to_pylist()
+            if name == "ids" and values is not None:
+                page["length"] = len(values)
         return page
 
     def numbers(self, split: str, step: int, columns: Sequence[str]) -> dict[str, np.ndarray]:

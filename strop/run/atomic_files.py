@@ -6,6 +6,7 @@ JSON is strict: NaN and infinity become the texts "NaN", "Infinity" and "-Infini
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -56,10 +57,14 @@ def flush_file(path: Path) -> Fingerprint:
 
 
 def flush_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk: a rename is durable only after this."""
+    """Flush the names in a folder to the disk: a rename is durable only after this. Some file systems (SMB,
+    FUSE) cannot flush a folder and say so with EINVAL or ENOTSUP; their files were flushed all the same."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

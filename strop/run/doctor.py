@@ -101,7 +101,7 @@ def diagnose(run: Path, timeout: float = STACKS_TIMEOUT) -> RunDiagnosis:
         queues = _queue_metrics(metrics)
     alerts = 0
     if (run / ALERTS).exists():
-        alerts = len((run / ALERTS).read_text().splitlines())
+        alerts = len((run / ALERTS).read_bytes().splitlines())
     return RunDiagnosis(run, reports, last_step, seconds, queues, alerts, _usual_seconds(rows))
 
 

@@ -4,9 +4,9 @@ The heartbeat is rewritten whenever the phase of a worker changes:
 
     {"rank": 1, "world": 4, "host": "node7", "pid": 4711, "step": 12, "phase": "gen", "since": 1767225600.0}
 
-`since` is the Unix time at which the phase began. After the run, the phase is `finished`, `stopped` (by a
-signal) or `failed in PHASE`. A worker that gets SIGUSR1 appends the stacks of all its threads to
-`workers/rank_N.stacks`, even when Python itself is stuck.
+`since` is the Unix time at which the phase began. In a long phase the watchdog touches the file. After the
+run, the phase is `finished`, `stopped` (by a signal) or `failed in PHASE`. A worker that gets SIGUSR1 appends
+the stacks of all its threads to `workers/rank_N.stacks`, even when Python itself is stuck.
 """
 
 from __future__ import annotations
@@ -87,6 +87,15 @@ def read_worker_states(directory: Path) -> list[WorkerState]:
     return sorted(found, key=lambda worker: worker.rank)
 
 
+def last_sign_of_life(directory: Path) -> float:
+    """The Unix time at which a worker of a run last wrote or touched its heartbeat; 0 if there is none."""
+    signs = [0.0]
+    for path in workers_folder(directory).glob("rank_*.json"):
+        with contextlib.suppress(OSError):
+            signs.append(path.stat().st_mtime)
+    return max(signs)
+
+
 def _parsed(values: Mapping[str, Any]) -> WorkerState:
     """A heartbeat, if every value has the type of what `beat` writes."""
     kinds = {"rank": int, "world": int, "host": str, "pid": int, "step": int, "phase": str, "since": float}
@@ -125,6 +134,11 @@ class Heartbeat:
                 log.warning(
                     "Cannot write %s (%s): `strop doctor` will not see this worker move.", self._path, error
                 )
+
+    def touch(self) -> None:
+        """Record that this worker is alive in the same phase."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
 
     def _remove_old_ranks(self) -> None:
         """Remove files of ranks that an earlier, larger run left here."""

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ HUNG = 75
 ORPHANED = 76
 """Exit code of a worker whose parent process is gone."""
 CHECK_INTERVAL = 1.0
+TOUCH_INTERVAL = 60.0
+"""Seconds between two signs of life in a long phase."""
 MAX_DUMPED_THREADS = 100
 """faulthandler stops after this many threads."""
 TIMER_MARGIN = 30.0
@@ -75,9 +78,13 @@ def _watch(
     heart: Heartbeat, limits: WatchdogLimits, starter: int | None, stacks: TextIO, stopped: threading.Event
 ) -> None:
     warned: WorkerState | None = None
+    next_touch = time.monotonic() + TOUCH_INTERVAL
     while not stopped.wait(CHECK_INTERVAL):
         if starter is not None and os.getppid() != starter:
             os._exit(ORPHANED)
+        if time.monotonic() > next_touch:
+            heart.touch()
+            next_touch = time.monotonic() + TOUCH_INTERVAL
         worker = heart.last
         seconds = heart.seconds_in_phase()
         if limits.timeout:

@@ -137,8 +137,9 @@ class RemoteReference:
         for rows, call in zip(shares, calls, strict=True):
             for name, array in call.result().items():
                 found = torch.tensor(array)
-                if found.dim() == 2:
-                    table = tables.setdefault(name, torch.zeros(len(batch), width))
+                if found.dim() >= 2:
+                    empty = torch.zeros(len(batch), width, *found.shape[2:], dtype=found.dtype)
+                    table = tables.setdefault(name, empty)
                     table[rows] = pad_columns(found, width)
                 else:
                     table = tables.setdefault(name, torch.zeros(len(batch)))

@@ -316,6 +316,16 @@ def test_a_heartbeat_that_no_worker_wrote_hides_no_run(tmp_path: Path, heartbeat
         assert {name: found["step"] for name, found in runs(url).items()} == {"hurt": 40, "well": 40}
 
 
+def test_a_pipe_in_a_checkpoint_holds_no_reader(tmp_path: Path) -> None:
+    (write_run(tmp_path / "run") / "global_step_90").mkdir()
+    os.mkfifo(tmp_path / "run" / "global_step_90" / "manifest.json")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "run" / "latest_checkpointed_iteration.txt")
+    with serving(tmp_path) as url:
+        status, found, _ = ask(url, f"/api/runs/{runs(url)['run']['id']}/checkpoints")
+    assert status == 200 and found["checkpoints"][0]["problem"] == "global_step_90/manifest.json is no file."
+
+
 @pytest.mark.parametrize("time", ["null", "Infinity"])
 def test_a_run_without_times_does_not_count_as_running(tmp_path: Path, time: str) -> None:
     (tmp_path / "run").mkdir()
@@ -385,6 +395,19 @@ def test_how_a_run_stands_by_what_its_workers_last_said(tmp_path: Path) -> None:
             "over": ("finished", None),
             "bad": ("failed", None),
         }
+
+
+def test_a_long_phase_is_not_taken_for_the_end_of_a_run(tmp_path: Path) -> None:
+    for name in ("long", "killed"):
+        (tmp_path / name / "workers").mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "data": {}}\n')
+        file = tmp_path / name / "workers" / "rank_0.json"
+        file.write_text(json.dumps(HEARTBEAT))
+        os.utime(file, (1.0, 1.0))
+    Heartbeat(tmp_path / "long").touch()
+    with serving(tmp_path) as url:
+        states = {name: (run["state"], run["phase"]) for name, run in runs(url).items()}
+    assert states == {"long": ("running", "gen"), "killed": ("stopped", None)}
 
 
 ROUTES = [

@@ -46,5 +46,8 @@ def test_a_replaced_file_is_read_from_the_start(tmp_path: Path) -> None:
     other.replace(path)
     assert tail.replaced() and tail.generation == 1
     assert [*tail.new()] == [{"b": 1}, {"b": 2}, {"b": 3}]
+    path.write_text('{"c": 1}\n' * 4)  # written again in place, and longer
+    assert tail.replaced() and [*tail.new()] == [{"c": 1}] * 4
+    assert not tail.replaced() and not [*tail.new()]
     path.write_text("")  # cut in place
     assert tail.replaced() and [*tail.new()] == []

@@ -238,3 +238,13 @@ def test_files_without_images_have_no_such_column(run: Path) -> None:
     group = folder(run).group("train", 7, 0)
     assert group["images"] == [] and all(sample["images"] == [] for sample in group["samples"])
     assert "images" not in pq.read_schema(run / FOLDER / "train_000007.parquet").names
+
+
+def test_a_list_of_tokens_that_a_file_does_not_have_is_null(run: Path) -> None:
+    file = run / FOLDER / "train_000007.parquet"
+    table = pq.read_table(file)
+    whole = folder(run).tokens("train", 7, 0, 0, 0)
+    pq.write_table(table.drop_columns(["role", "entropy"]), file)
+    page = folder(run).tokens("train", 7, 0, 0, 0)
+    assert page["role"] is None and page["entropy"] is None
+    assert page["length"] == whole["length"] > 0 and page["tokens"] == whole["tokens"]

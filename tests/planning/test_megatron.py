@@ -1,4 +1,4 @@
-"""Megatron's division of a model, by formulas; and the sizes that docs/scaling.md shows.
+"""Megatron's division of a model, by formulas; and the sizes that docs/scaling/large_models.md shows.
 `python -m tests.planning.test_megatron` writes its table anew."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from strop.planning.megatron import (
 from strop.planning.parallel_sizes import SizedRun, possible_divisions, sized_runs
 from strop.planning.shape import shape_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[2] / "docs" / "scaling" / "large_models.md"
 TABLE = re.compile(r"\| model \| GPUs \| TP x PP.*?\n\n", re.DOTALL)
 MODELS = ("qwen2.5-72b", "qwen3-235b-a22b", "deepseek-v3")
 GPUS = (64, 128, 256, 512)

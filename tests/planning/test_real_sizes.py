@@ -20,7 +20,7 @@ from strop.backends.optimizer import MasterWeights
 from strop.models import forward, fused_modules
 from strop.models.attention import PACKED, packed_attention
 from strop.models.checkpointing import checkpoint_activations
-from strop.models.packing import lay_out, rectangle, without_last
+from strop.models.packing import lay_out, rectangle, response_states, without_last
 from strop.models.patches import choose_patches, patch_for_device
 from strop.models.residual import widen_residual
 from strop.planning.activations import Numbers, Tokens
@@ -108,7 +108,7 @@ PARTS = SimpleNamespace(
 @pytest.fixture
 def as_on_a_gpu(monkeypatch, kernels):
     monkeypatch.setitem(forward._LOGITS, "meta", forward._LOGITS["cuda"])
-    monkeypatch.setattr(logprobs, "_add_product", summed)
+    monkeypatch.setattr(logprobs, "add_product", summed)
     monkeypatch.setattr(fused_modules, "DEVICES", ("meta",) if kernels else ())
     monkeypatch.setattr(fused_modules, "_checked", {})
     monkeypatch.setattr(fused_modules, "_kernels", lambda: PARTS)
@@ -144,7 +144,7 @@ def peak_of_update(config: dict, *, checkpointing: str, rows: int, micro_batches
     table = rectangle(sequences)
     inputs = lay_out(without_last(table), packed=True, device="meta")
     here = lay_out(without_last(table), packed=True)
-    states, labels, _ = (part.to("meta") for part in forward.response_states(batch, table, here.places))
+    states, labels, _ = (part.to("meta") for part in response_states(batch, table, here.places))
     inputs = dataclasses.replace(inputs, packing=here.packing)
     with Live(*model.parameters(), *model.buffers(), *weights.masters.values()) as live:
         for _ in range(micro_batches):

@@ -1,4 +1,7 @@
-"""docs/scaling.md shows what the planner says. `python -m tests.planning.test_scaling_page` writes its answers anew."""
+"""docs/scaling.md and docs/scaling/ show what the planner says.
+
+`python -m tests.planning.test_scaling_page` writes its answers into the pages.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from strop.trainer.main_plan import run
 
 from .test_measured import table
 
-PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+DOCS = Path(__file__).parents[2] / "docs"
+FITTING = {"scaling.md": [False, True], "scaling/large_models.md": [True, True], "scaling/accuracy.md": []}
+"""Whether each run of a page fits."""
 TABLE = re.compile(r"\| shape \| phase \|.*?\n\n", re.DOTALL)
 EXAMPLE = re.compile(r"```\n(strop plan (?:[^`]*\\\n)[^`]*?)\n```\n\n```\n([^`]*?)```", re.DOTALL)
 
@@ -29,17 +36,23 @@ def renewed(page: str) -> str:
     return EXAMPLE.sub(lambda found: f"```\n{found[1]}\n```\n\n```\n{answer(found[1])}```", page)
 
 
-def test_the_page_shows_what_the_planner_says():
-    page = PAGE.read_text()
-    assert len(EXAMPLE.findall(page)) == 4
+@pytest.mark.parametrize("name", FITTING)
+def test_a_page_shows_what_the_planner_says(name):
+    page = (DOCS / name).read_text()
     assert renewed(page) == page, "run `python -m tests.planning.test_scaling_page`"
 
 
-def test_the_runs_of_the_page_fit_and_the_last_one_does_not():
-    answers = [said for _, said in EXAMPLE.findall(PAGE.read_text())]
-    assert ["\nfits\n" in said for said in answers] == [True, True, True, False]
-    assert "Set " in answers[-1]
+def test_one_page_has_the_table_of_measurements():
+    assert [name for name in FITTING if TABLE.search((DOCS / name).read_text())] == ["scaling/accuracy.md"]
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_the_runs_of_a_page_fit_or_say_what_to_set(name):
+    answers = [said for _, said in EXAMPLE.findall((DOCS / name).read_text())]
+    assert ["\nfits\n" in said for said in answers] == FITTING[name]
+    assert ["Set " in said for said in answers] == [not fits for fits in FITTING[name]]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(renewed(PAGE.read_text()))
+    for name in FITTING:
+        (DOCS / name).write_text(renewed((DOCS / name).read_text()))

@@ -1,4 +1,4 @@
-"""benchmarks/simulate_scale.py: its decode formula gives the recorded rates, and docs/scaling.md says what it computed."""
+"""benchmarks/simulate_scale.py: its decode formula gives the recorded rates, and docs/scaling/simulations.md says what it computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[2]
 LINES = [
     json.loads(line) for line in (ROOT / "benchmarks/results/simulate_scale.jsonl").read_text().splitlines()
 ]
-PAGE = (ROOT / "docs/scaling.md").read_text().partition("## Simulation of Qwen3-8B and DeepSeek-V3")[2]
+PAGE = (
+    (ROOT / "docs/scaling/simulations.md")
+    .read_text()
+    .partition("\n## Simulation of Qwen3-8B and DeepSeek-V3")[2]
+)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from strop.planning.training import TrainedModel
     "name, measured", [("qwen2.5-0.5b", 227e3), ("qwen2.5-1.5b", 107e3), ("qwen2.5-7b", 34.8e3)]
 )
 def test_decoding_is_as_fast_as_was_measured(name, measured, monkeypatch):
-    """docs/performance.md, rollouts: 256 prompts x 4 samples x 256 tokens on one H200, every answer of full length."""
+    """docs/performance/rollouts.md: 256 prompts x 4 samples x 256 tokens on one H200, every answer of full length."""
     monkeypatch.setattr(times, "ANSWER_SHARE", 1.0)
     sampler = PlannedSampler(
         shape_of(name), 1024, 120, 256, max_rows=1024, batch_tokens=32768, share=0.5, samples=4

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import threading
 from pathlib import Path
@@ -205,6 +206,27 @@ def tiny_disk(tmp_path: Path) -> Any:
 
 
 @pytest.mark.skipif(shutil.which("mount") is None, reason="no mount here")
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_flush_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """SMB and some FUSE file systems refuse it; an error of the disk is another code."""
+    fsync = os.fsync
+
+    def flush(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    parts = state()
+    if code == errno.EIO:
+        with pytest.raises(SaveError, match="Input/output error"):
+            save(tmp_path, 20, parts)
+        return
+    assert same(load(save(tmp_path, 20, parts)), parts)
+
+
 def test_a_disk_that_is_really_full(tiny_disk: Path) -> None:
     parts = {"actor/model": {"w": torch.rand(100_000)}}
     save(tiny_disk, 1, parts)

@@ -139,6 +139,8 @@ def test_runs_elsewhere_over_and_never_started(tmp_path: Path) -> None:
     (workers_folder(tmp_path) / "rank_1.json").write_text("torn")
     assert [beat.rank for beat in read_worker_states(tmp_path)] == [0]
     assert main([str(tmp_path)]) == 0 and "The run is over: finished." in render(diagnose(tmp_path))
+    (tmp_path / "alerts.jsonl").write_bytes(b"{}\n\xff\n")
+    assert "alerts: 2" in render(diagnose(tmp_path))
     (workers_folder(tmp_path) / "rank_1.json").write_text(
         json.dumps({**base, "rank": 1, "host": "far", "phase": "failed in gen"})
     )

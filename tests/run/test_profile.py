@@ -282,3 +282,15 @@ def test_a_record_runs_its_phases_inside_the_profile() -> None:
     with pytest.raises(KeyError), record.phase("step"), record.phase("reward"):
         raise KeyError
     assert record.current == "reward"
+
+
+def test_damaged_files_of_a_run_are_no_error(tmp_path: Path) -> None:
+    whole = '{"step": 1, "data": {"timing_s/step": 2.0, "timing_s/gen": 1.0, "rollout/prefill_share": 0.9}}\n'
+    damage = (
+        '{"step": 1e999, "data": {"timing_s/step": 1.0}}\n{"step": 2, "data": {"timing_s/step": "NaN"}}\n{"st'
+    )
+    (tmp_path / "metrics.jsonl").write_text(whole + damage)
+    for config in ('{"trainer":', '{"actor_rollout_ref": [1]}', "[]"):
+        (tmp_path / "metrics.config.json").write_text(config)
+        found = report(tmp_path)
+        assert found.steps == 1 and found.phases["gen"] == 1.0 and found.levers

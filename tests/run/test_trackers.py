@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import posixpath
 import pty
 import resource
 import subprocess
@@ -21,6 +22,7 @@ from strop.extras import install_command
 from strop.run.trackers.base import TrackedRun, get_or_create_id, save_id, saved_id, start
 from strop.run.trackers.console import ConsoleTracker, LiveView
 from strop.run.trackers.files import CsvTracker, JsonlTracker
+from strop.run.trackers.mlflow import allowed_name
 
 NAN = float("nan")
 
@@ -130,6 +132,16 @@ def test_csv_columns_grow(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == ["1", "2", "3"] and rows[2]["d"] == "5" and rows[2]["c"] == ""
 
 
+def test_csv_reads_a_long_sample_back(tmp_path: Path) -> None:
+    """A response of 32k tokens is longer than the csv module reads by default."""
+    tracker = CsvTracker(TrackedRun(tmp_path))
+    tracker.log_generations([{"input": "half \ud83d", "output": "y" * 200_000}], 1)
+    tracker.log_generations([{"input": "x", "output": "y", "acc": 1.0}], 2)
+    CsvTracker(TrackedRun(tmp_path, resumed_from=1))
+    [row] = table(tmp_path / "generations.csv")
+    assert (row["input"], len(row["output"]), row["acc"]) == ("half ?", 200_000, "")
+
+
 def test_the_full_line_is_that_of_verl() -> None:
     stream = io.StringIO()
     tracker = ConsoleTracker(TrackedRun(Path("."), console="full"), stream=stream)
@@ -179,12 +191,13 @@ METRICS = {
 def test_live_view_shows_progress_and_the_first_numbers() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100, color_system=None)
-    view = LiveView(console, title="gsm8k / grpo", total=20, start=4)
-    view.update(METRICS, 5)
+    view = LiveView(console, title="gsm8k / grpo[lora][/x]", total=20, start=4)
+    view.update({**METRICS, "val-core/[/math]/acc": 0.125}, 5)
     view.close()
     text = stream.getvalue()
     for words in (
-        "gsm8k / grpo",
+        "gsm8k / grpo[lora][/x]",
+        "[/math]/acc",
         "5/20",
         "left",
         "reward",
@@ -292,3 +305,20 @@ def test_ids_are_kept_by_a_resumed_run_only(tmp_path: Path) -> None:
     )
     (tmp_path / "trackers.json").write_text("torn")
     assert len(get_or_create_id(TrackedRun(tmp_path, resumed_from=3), "swanlab", length=21)) == 21
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("val-core//data/./math/../acc/", "val-core/data/math/acc"),
+        ("/abs/mean@1", "abs/mean_at_1"),
+        ("reward/a+b", "reward/a_b"),
+        ("n" * 300, "n" * 250),
+        ("n" * 249 + "/tail", "n" * 249),
+        ("//", "_"),
+    ],
+)
+def test_names_that_mlflow_refuses(name: str, allowed: str) -> None:
+    """It takes names for paths: one that is not a normal path, or too long, would end its logging."""
+    assert allowed_name(name) == allowed
+    assert posixpath.normpath(allowed) == allowed and not allowed.startswith(("/", ".."))

@@ -18,6 +18,7 @@ from strop.run.checkpoint.layout import write_latest
 from strop.run.heartbeat import (
     Heartbeat,
     WorkerState,
+    last_sign_of_life,
     stacks_file,
     start_heartbeat,
     worker_log_file,
@@ -167,12 +168,15 @@ def test_a_slow_phase_is_told_once_and_goes_on(tmp_path, caplog, monkeypatch):
     from strop.run import watchdog
 
     monkeypatch.setattr(watchdog, "CHECK_INTERVAL", 0.05)
+    monkeypatch.setattr(watchdog, "TOUCH_INTERVAL", 0.1)
     with (
         start_heartbeat(tmp_path) as heart,
         watchdog.start_watchdog(heart, watchdog.WatchdogLimits(warning=0.1, timeout=0.0)),
     ):
         heart.beat(2, "testing")
+        os.utime(workers_folder(tmp_path) / "rank_0.json", (1.0, 1.0))
         time.sleep(0.6)
+        assert last_sign_of_life(tmp_path) > 1.0  # it was touched
     assert caplog.text.count("in phase 'testing' of step 2 for 0 s: what it does is written in") == 1
     assert "test_a_slow_phase_is_told_once" in stacks_file(tmp_path, 0).read_text()
 

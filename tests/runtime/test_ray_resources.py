@@ -75,7 +75,13 @@ def test_variables_that_ranks_get():
         "RAY_ADDRESS": "a",
         "NCCL_DEBUG": "WARN",
     }
-    assert forwarded_environment(shell).keys() == {"HF_HOME", "OMP_NUM_THREADS", "PYTHONPATH", "NCCL_DEBUG"}
+    expected = {"HF_HOME", "OMP_NUM_THREADS", "PYTHONPATH", "NCCL_DEBUG"}
+    assert forwarded_environment(shell, {}).keys() == expected
+    shell |= {"TENSORBOARD_DIR": "t", "VERL_FILE_LOGGER_PATH": "f", "MY_KEY": "k", "OPENAI_API_KEY": "o"}
+    judge = {"url": "https://judge", "api_key_env": "MY_KEY"}
+    tree = {"reward_model": {"judge": judge}, "teacher": {"url": None, "api_key_env": "OPENAI_API_KEY"}}
+    added = {"TENSORBOARD_DIR", "VERL_FILE_LOGGER_PATH", "MY_KEY"}
+    assert forwarded_environment(shell, tree).keys() == expected | added
     assert int(thread_environment({"LOCAL_WORLD_SIZE": "1000"})["OMP_NUM_THREADS"]) == 1
 
 

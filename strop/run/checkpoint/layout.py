@@ -79,6 +79,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; DamagedCheckpoint where it is missing, unreadable or of another
     format."""
+    if (folder / MANIFEST).is_fifo():  # its reader would wait for ever
+        raise DamagedCheckpoint(f"{folder / MANIFEST} is no file.")
     try:
         data = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -238,6 +240,8 @@ def next_serial(directory: Path) -> int:
 
 def read_latest(directory: Path) -> int | None:
     """The step in the tracker file; None where there is no such file or it holds no step."""
+    if (directory / LATEST).is_fifo():
+        return None
     try:
         text = (directory / LATEST).read_bytes()
     except FileNotFoundError:

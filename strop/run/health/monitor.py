@@ -136,7 +136,8 @@ def read_metrics(path: Path, last: int | None = None) -> Iterator[tuple[dict[str
                 row = json.loads(line)
                 metrics = dict(row["data"])
                 step = int(row["step"])
-            except (ValueError, KeyError, TypeError):  # an incomplete line, or one of another program
+            # an incomplete line, or one of another program
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue
             if last is None or step <= last:
                 yield metrics, step

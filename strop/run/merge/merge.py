@@ -6,7 +6,6 @@ classifiers (token classifiers if the head has a bias).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from strop.models.build import build_tokenizer, dtype_of
+from strop.models.generation.settings import read_generation_config, write_generation_config
 from strop.models.heads import HEAD, load_scalar_model, pad_token_other_than_eos, scalar_class
 from strop.models.load import (
     copy_processor_files,
@@ -190,7 +190,6 @@ def _write_adapter(saved: MergeSource, folder: Path) -> None:
 
 def _write_folder(saved: MergeSource, folder: Path, dtype: str | None) -> None:
     from huggingface_hub import save_torch_state_dict
-    from transformers import GenerationConfig
 
     config = _config(saved)
     weights = final_weights(saved)
@@ -212,9 +211,9 @@ def _write_folder(saved: MergeSource, folder: Path, dtype: str | None) -> None:
     config.save_pretrained(folder)
     save_torch_state_dict(weights, folder, max_shard_size=SHARD_SIZE)
     if not saved.is_scalar:
-        with contextlib.suppress(OSError):  # not every model has one
-            source = resolve(saved.settings.path)
-            GenerationConfig.from_pretrained(source.name).save_pretrained(folder)
+        generation = read_generation_config(resolve(saved.settings.path).name)
+        if generation is not None:
+            write_generation_config(generation, folder)
     _check(folder, saved.is_scalar, saved.settings.trust_remote_code)
 
 

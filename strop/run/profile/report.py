@@ -70,9 +70,10 @@ def report(run: Path) -> ProfileReport:
 
 
 def _training_steps(path: Path) -> list[Mapping[str, object]]:
-    steps: list[Mapping[str, object]] = [
-        metrics for metrics, _ in read_metrics(path) if "timing_s/step" in metrics
-    ]
+    steps: list[Mapping[str, object]] = []
+    for metrics, _ in read_metrics(path):
+        if isinstance(metrics.get("timing_s/step"), int | float):
+            steps.append(metrics)
     if not steps:
         raise ValueError(
             f"{path} has no training steps. Name the folder of a run whose trainer.logger includes `file`, "
@@ -82,12 +83,12 @@ def _training_steps(path: Path) -> list[Mapping[str, object]]:
 
 
 def _read_config(path: Path) -> dict[str, object]:
-    """The configuration of the run, or an empty one if it was not written."""
-    if not path.exists():
+    """The configuration of the run, or an empty one if it was not written or cannot be read."""
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
-    config = json.loads(path.read_text())
-    assert isinstance(config, dict)
-    return config
+    return config if isinstance(config, dict) else {}
 
 
 def _columns(rows: Sequence[Mapping[str, object]]) -> dict[str, list[float]]:
@@ -116,9 +117,8 @@ def _section(config: Mapping[str, object], *path: str) -> Mapping[str, object]:
     """A section of the configuration, or an empty one if it is missing."""
     section = config
     for name in path:
-        inner = section.get(name, {})
-        assert isinstance(inner, Mapping), f"{name} is no section of the configuration"
-        section = inner
+        inner = section.get(name)
+        section = inner if isinstance(inner, Mapping) else {}
     return section
 
 

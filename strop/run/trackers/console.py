@@ -25,6 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from strop.run.trackers.base import Metrics, Rows, TrackedRun
 
@@ -98,8 +99,8 @@ class LiveView:
     def _panel(self) -> Panel:
         table = Table.grid(padding=(0, 2))
         for label, values in self.history.items():
-            table.add_row(label, f"{values[-1]:.4g}", sparkline(values))
-        return Panel(Group(self.progress, table), title=self.title)
+            table.add_row(Text(label), f"{values[-1]:.4g}", sparkline(values))
+        return Panel(Group(self.progress, table), title=Text(self.title))
 
 
 def shown(metrics: Mapping[str, float | str]) -> dict[str, float]:

@@ -29,6 +29,11 @@ MAX_WAITING = 10_000
 """Lines that wait for a disk that fails; older ones are dropped."""
 
 
+LONGEST_FIELD = 1 << 30
+"""Characters of a CSV field that can be read back. The limit of the csv module, 131072, is less than a long
+response."""
+
+
 class JsonlTracker:
     def __init__(self, run: TrackedRun, *, path: Path | None = None, clock: Callable[[], float] = time.time):
         self.path = path or default_path(run)
@@ -178,7 +183,7 @@ class GrowingTable:
             rows = self._read()
             self.columns = self.columns + new
             self._write(rows)
-        with self.path.open("a", newline="") as file:
+        with self.path.open("a", newline="", encoding="utf-8", errors="replace") as file:
             csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
 
     def _read(self) -> list[dict[str, str]]:
@@ -186,8 +191,9 @@ class GrowingTable:
         fields."""
         if not self.path.exists():
             return []
-        with self.path.open(newline="") as file:
+        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
             text = file.read()
+        csv.field_size_limit(LONGEST_FIELD)
         reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
         self.columns = list(reader.fieldnames or [])
         return [row for row in reader if None not in row and None not in row.values()]

@@ -17,6 +17,7 @@ from strop.run.atomic_files import to_json
 from strop.run.trackers.base import Metrics, Rows, TrackedRun, columns_of, save_id, saved_id
 
 MAX_VALUE_LENGTH = 500
+MAX_NAME_LENGTH = 250
 BATCH_SIZE = 100
 """Parameters and metrics of one request, as MLflow limits them."""
 
@@ -74,12 +75,17 @@ class MlflowTracker:
 
 
 def allowed_name(name: str) -> str:
-    """A metric name with the characters that MLflow allows.
+    """A metric name with the characters, and of the length, that MLflow allows.
 
+    >>> allowed_name("val-core//data/./math/acc/")
+    'val-core/data/math/acc'
     >>> allowed_name("val-core/gsm8k/acc/mean@1"), allowed_name("reward/a+b/mean")
     ('val-core/gsm8k/acc/mean_at_1', 'reward/a_b/mean')
     """
-    return "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in name.replace("@", "_at_"))
+    plain = "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in name.replace("@", "_at_"))
+    # It is also a path: empty parts, `.` and `..` are refused.
+    parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:MAX_NAME_LENGTH].rstrip("/") or "_"
 
 
 def flat_parameters(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

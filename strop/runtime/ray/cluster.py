@@ -189,7 +189,7 @@ class RayCluster:
         """Start every rank as a subprocess of its launcher; the running calls."""
         runtime_env = self._config.ray_kwargs.ray_init.get("runtime_env") or {}
         shared = {
-            **forwarded_environment(os.environ),
+            **forwarded_environment(os.environ, self._tree),
             **role_variables,
             **(runtime_env.get("env_vars") or {}),
             "WORLD_SIZE": str(self.world_size),

@@ -32,6 +32,9 @@ FORWARDED_PREFIXES = (
     "WANDB_",
     "MLFLOW_",
     "SWANLAB_",
+    "TENSORBOARD_",
+    "TRACKIO_",
+    "VERL_FILE_LOGGER_",
     "PYTHON",
     "OMP_",
     "MKL_",
@@ -124,9 +127,23 @@ def local_paths(tree: Mapping[str, object]) -> Iterator[str]:
                     yield path
 
 
-def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the command's shell that every rank gets."""
-    return {name: value for name, value in environment.items() if name.startswith(FORWARDED_PREFIXES)}
+def forwarded_environment(environment: Mapping[str, str], tree: Mapping[str, object]) -> dict[str, str]:
+    """Return the variables of the command's shell that every rank gets; of the configuration `tree`, also the
+    keys of the servers that ranks call."""
+    found = {name: value for name, value in environment.items() if name.startswith(FORWARDED_PREFIXES)}
+    for name in _server_keys(tree):
+        if name in environment:
+            found[name] = environment[name]
+    return found
+
+
+def _server_keys(tree: Mapping[str, object]) -> Iterator[str]:
+    """Yield the variables that hold the keys of the servers of a configuration (judge, teacher)."""
+    for section in tree.values():
+        if isinstance(section, Mapping):
+            if section.get("url") and "api_key_env" in section:
+                yield str(section["api_key_env"])
+            yield from _server_keys(section)
 
 
 class DeviceSection(Protocol):
