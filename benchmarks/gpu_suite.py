@@ -6,7 +6,8 @@
 `make test-gpu` runs this. Several processes share the tests and the device, because most of the time is spent
 in starting and compiling. A test that fails there runs once more alone, and that result counts, because tests
 that fill the memory may disturb each other. The record has date, commit, versions, device, and per
-test file how many tests passed and failed and how long they took. docs/performance.md prints it.
+test file how many tests passed and failed and how long they took. It is printed in
+docs/performance/startup_and_tests.md.
 
 After `--limit` seconds the processes are stopped, and the record says which tests were running and how many
 had not begun. The slowest tests and the end of each failure are printed.

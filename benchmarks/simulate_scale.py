@@ -32,7 +32,7 @@ Line = dict[str, object]
 
 @dataclass(frozen=True)
 class Measured:
-    """On one H200 (docs/performance.md)."""
+    """On one H200 (docs/performance/rollouts.md)."""
 
     bandwidth: float = 4.3e12
     """Bytes per second that decode steps reach."""
@@ -373,7 +373,7 @@ RECORDED = (
     ("qwen2.5-7b", SHORT, 256, 4, 34600.0),
     ("qwen2.5-1.5b", SHORT, 256, 4, 121000.0),
 )
-"""Model, work, prompts, samples, tokens per second of the native engine (docs/performance.md)."""
+"""Model, work, prompts, samples, tokens per second of the native engine (docs/performance/)."""
 
 
 def checks() -> Iterator[Line]:

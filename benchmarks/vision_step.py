@@ -203,6 +203,7 @@ def start_vllm(asked: argparse.Namespace, requests: list[Request], folder: str) 
         max_num_seqs=rows,
         vllm_memory=asked.vllm_memory,
         cache_gib=asked.cache_gib,
+        warm_up_tokens=None,
         vllm_settings=json.dumps(settings),
     )
     name = "vllm-eager" if asked.vllm_eager else "vllm"
