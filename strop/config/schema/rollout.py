@@ -204,7 +204,7 @@ class SpeculationConfig:
     enable: bool | str = setting(False, choices=("auto", True, False))
     """true: whenever at most max_rows sequences run. auto: on a GPU, if it is also measured to be faster; the
     decision depends on timing, so log-probs of two runs may differ by rounding. On a CPU, and with tensor
-    parallelism, auto is off. The default is off until the gain is measured on real responses. Tokens are the
+    parallelism, auto is off. The default is off, because the gain is small with many rows. Tokens are the
     same as in normal decoding with the same seeds, up to the rounding of a pass with more tokens."""
     num_tokens: int = setting(7, at_least=1, at_most=63)
     """Tokens that are proposed for each sequence and pass."""
