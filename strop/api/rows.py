@@ -202,20 +202,29 @@ def _write_parquet(rows: Sequence[PlainRow], file: Path) -> str | None:
 
     arrays = {}
     for column in columns_of(rows):
-        values = [row.get(column) for row in rows]
-        try:
-            arrays[column] = pyarrow.array(values)
-        except (pyarrow.ArrowException, OverflowError):
+        array = _arrow_column(rows, column)
+        if array is None:
             return None
-        if _loses_integers(values, arrays[column].type):
-            return None
-        if pyarrow.types.is_null(arrays[column].type):  # readers would not find the column
-            arrays[column] = arrays[column].cast(pyarrow.string())
+        arrays[column] = array
+        if pyarrow.types.is_null(array.type):  # readers would not find the column
+            arrays[column] = array.cast(pyarrow.string())
     try:
         pyarrow.parquet.write_table(pyarrow.table(arrays), file)
     except pyarrow.ArrowNotImplementedError:  # a column of empty dicts
         return None
     return ".parquet"
+
+
+def _arrow_column(rows: Sequence[PlainRow], column: str) -> pyarrow.Array | None:
+    """A column as an array of one type; None if its values have several."""
+    import pyarrow
+
+    values = [row.get(column) for row in rows]
+    try:
+        array = pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError):
+        return None
+    return None if _loses_integers(values, array.type) else array
 
 
 def _loses_integers(values: Sequence[Any], kind: pyarrow.DataType) -> bool:
@@ -242,10 +251,13 @@ def _write_json(rows: Sequence[PlainRow], file: Path, name: str) -> str:
                 try:
                     json.dumps(value)
                 except (TypeError, ValueError) as error:
+                    others = [other for other in columns_of(rows) if other != column]
+                    mixed = [repr(other) for other in others if _arrow_column(rows, other) is None]
+                    which = f" {', '.join(mixed)} does." if mixed else ""
                     raise ValueError(
                         f"{name}: row {index}, column {column!r} cannot be written to a file: {error}. Rows "
                         "hold text, numbers, lists and dicts of them; bytes only if no column mixes types, "
-                        "for instance integers and floats."
+                        f"for instance integers and floats.{which}"
                     ) from error
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
     return ".jsonl"

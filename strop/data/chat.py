@@ -141,7 +141,9 @@ class Chat:
 
     def _for_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages in the forms that the template reads."""
-        forms = forms_of(self.tokenizer, self.template)
+        forms = forms_of(self.tokenizer, self.template, str(self.tokenizer.chat_template))
+        if not forms.needs_parts and all(map(_is_text, messages)):
+            return [dict(message) for message in messages]
         found = forms.fitted(messages)
         has_parts = any(isinstance(message.get("content"), list) for message in found)
         if has_parts and "is string" not in str(self.template or self.tokenizer.chat_template):
@@ -315,6 +317,11 @@ class Chat:
 
     def _decode(self, token: int) -> str:
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
+
+
+def _is_text(message: Message) -> bool:
+    """Whether a message is a text and nothing else."""
+    return isinstance(message.get("content"), str) and "tool_calls" not in message
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, further: Sequence[int] | int | None = None) -> set[int]:

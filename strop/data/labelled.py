@@ -3,13 +3,15 @@ one bad response."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strop.catalog import PREFERENCE_LOSSES
 from strop.config.schema.supervised import DpoConfig, DpoDataConfig
+from strop.data.chat import Chat, Rendered, Tools
 from strop.data.examples import PreferencePair
 from strop.data.files import Row
 from strop.data.prompts import row_name
@@ -83,9 +85,7 @@ class LabelledDataset(SupervisedDataset):
         chat, images = self.chat_with_images(self.rows[self._row(index)], where, self._row(index))
         tools = row_tools(self.rows[self._row(index)], self.config.tools_key, where)
         own = render_conversation(chat, [*prompt, *answer], len(prompt), column, tools=tools)
-        mixed = [*prompt, *self._other_answer(index, prompt)]
-        mixed_column = f"{column} with another response"
-        other = render_conversation(chat, mixed, len(prompt), mixed_column, tools=tools)
+        other = self._with_other_answer(index, prompt, chat, tools)
         if images:  # pixels are not cached
             own, other = (dataclasses.replace(side, images=images) for side in (own, other))
         item = LabelledAnswer(own, other, float(self._is_good(index)))
@@ -137,22 +137,31 @@ class LabelledDataset(SupervisedDataset):
         messages = parse_messages(prompt, column, config.input_template)
         return messages, answer_messages(answer, messages, column), column
 
-    def _other_answer(self, index: int, prompt: Sequence[Message]) -> Sequence[Message]:
-        """The response of the row before it (of pairs: on the same side), or of the row before that if it
-        cannot be used or has the same prompt."""
+    def _with_other_answer(
+        self, index: int, prompt: list[Message], chat: Chat, tools: Tools | None
+    ) -> Rendered:
+        """A prompt with the first of the other responses that can be rendered: a response that makes its own
+        row unusable must not cost this one."""
+        where = row_name(self.rows, self._row(index))
+        for answer in self._other_answers(index, prompt):
+            with contextlib.suppress(UnusableRow):
+                return render_conversation(chat, [*prompt, *answer], len(prompt), where, tools=tools)
+        raise UnusableRow(
+            f"{where}: no other row has a response, so that kto cannot estimate the KL divergence."
+        )
+
+    def _other_answers(self, index: int, prompt: list[Message]) -> Iterator[list[Message]]:
+        """The response of the row before it (of pairs: on the same side), that of the row before that and so
+        on; those to the same prompt last."""
         step = self._answers_per_row
-        same_prompt: Sequence[Message] | None = None
+        same_prompt = []
         for back in range(1, min(len(self.indices), MAX_STEPS_BACK + 1)):
             try:
                 other, answer, _ = self._conversation((index - back * step) % len(self))
             except UnusableRow:
                 continue
-            if other != prompt:
-                return answer
-            same_prompt = same_prompt or answer
-        if same_prompt is not None:  # many responses to one prompt: better than none
-            return same_prompt
-        raise UnusableRow(
-            f"{row_name(self.rows, self._row(index))}: no other row has a response, so that kto cannot "
-            "estimate the KL divergence."
-        )
+            if other == prompt:
+                same_prompt.append(answer)
+            else:
+                yield answer
+        yield from same_prompt  # many responses to one prompt: better than none

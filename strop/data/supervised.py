@@ -354,7 +354,10 @@ def row_tools(row: Row, column: str, where: str) -> Tools | None:
     try:
         return tool_schemas(row.get(column), where=f"{where}, column {column!r}")
     except ValueError as error:
-        raise UnusableRow(str(error)) from error
+        raise UnusableRow(
+            f"{error} If this column is about something else, set data.tools_key (of SFT "
+            "data.multiturn.tools_key) to another name."
+        ) from error
 
 
 def answer_messages(value: object, prompt: Sequence[Message], where: str) -> list[Message]:

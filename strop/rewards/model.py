@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from strop.config.schema.reward import RewardModelConfig
+from strop.data.chat import Chat
 from strop.rewards.base import RewardSample, response_texts
 from strop.types import Images
 
@@ -128,13 +129,12 @@ class RewardModelScorer:
         trajectories = [sample.trajectory for sample in samples]
         if self.own_tokenizer is None:
             return [trajectory.prompt.ids + trajectory.response for trajectory in trajectories]
+        chat = Chat(self.own_tokenizer)
         conversations = []
         texts = response_texts(trajectories, self.tokenizer, whole_transcript=True)
         for trajectory, text in zip(trajectories, texts, strict=True):
             messages = [*trajectory.prompt.messages, {"role": "assistant", "content": text}]
-            conversations.append(
-                self.own_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
-            )
+            conversations.append(chat.text(messages))
         encoded = self.own_tokenizer(conversations, add_special_tokens=False)["input_ids"]
         return [self._up_to_answer(list(ids)) if self.ends_with_answer else list(ids) for ids in encoded]
 

@@ -127,6 +127,9 @@ def test_values_of_several_types_are_written_as_json(tmp_path: Path) -> None:
     empty.unlink()
     with pytest.raises(ValueError, match=r"train: row 0, column 'answer' cannot be written.*object"):
         write_rows([{"prompt": "a", "answer": object()}], tmp_path, "train")
+    shown = [{"prompt": "a", "image": b"x", "answer": 1}, {"prompt": "b", "image": b"y", "answer": 2.5}]
+    with pytest.raises(ValueError, match=r"row 0, column 'image' cannot be.*mixes types.*'answer' does"):
+        write_rows(shown, tmp_path, "train")
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 

@@ -68,6 +68,16 @@ def test_the_other_response_belongs_to_another_prompt(tmp_path):
     assert text(alone[1].rejected) == "2=2<eos>", "there is no other prompt"
 
 
+def test_a_response_that_cannot_be_used_costs_no_other_row(tmp_path):
+    """It is known to be bad when it is rendered: it says nothing, or the template leaves out a part of it."""
+    empty = [{"role": "assistant", "content": ""}]
+    thought = [{"role": "assistant", "content": "2", "reasoning": "I think."}]
+    responses = ["0", empty, thought, "3"]
+    rows = [{"prompt": f"{n}=", "response": response, "label": 1} for n, response in enumerate(responses)]
+    items = list(opened(tmp_path, rows, label_key="label", bad_rows="skip"))
+    assert [item and text(item.rejected) for item in items] == ["0=3<eos>", None, None, "3=0<eos>"]
+
+
 def test_tools_of_a_row_are_listed_with_both_responses(tmp_path):
     listing = "{% for t in tools or [] %}{{ t.name }}={% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     rows = [{"prompt": f"{n}+", "response": f"{n}", "label": 1, "tools": [{"name": "7"}]} for n in (1, 2)]

@@ -119,7 +119,7 @@ def test_the_prompt_of_every_kind_of_row_lists_its_tools(tmp_path: Path, layout:
 
 @pytest.mark.parametrize("tools", ["no JSON", '"find"', ["find"], {"name": "find"}])
 def test_tools_that_are_no_schemas_are_a_bad_row(tmp_path: Path, tools: object) -> None:
-    with pytest.raises(ValueError, match=r"row 0, column 'tools'.* is "):
+    with pytest.raises(ValueError, match=r"row 0, column 'tools'.* is .*set .*tools_key"):
         sft(tmp_path, {"prompt": "a", "response": "b", "tools": tools})
 
 

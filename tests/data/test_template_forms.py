@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.data.chat import Chat
+from strop.data.templates.turn_end import turn_end_token
 from tests.data.tokens import CHATML, character_tokenizer, decoded
 
 TOKENIZER = character_tokenizer()
@@ -126,3 +127,80 @@ def test_a_generation_prompt_that_the_turn_does_not_begin_with_is_named() -> Non
     template = turns("{{ m.content }}", "<|im_start|>assistant\n<think>")
     with pytest.raises(ValueError, match=r"opens message 1 with .*<think>' when .*enable_thinking"):
         Chat(TOKENIZER, template=template).conversation(talk(parts=False)[1:3])
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLING = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+# Writes calls only where the content is none, and their arguments as they are, as those of DeepSeek R1 do.
+CALLS_WITHOUT_CONTENT = turns(
+    "{% if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ '<' + c.function.name + ' ' + c.function.arguments + '>' }}{% endfor %}"
+    "{% else %}{{ '' + m.content }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}, {"content": []}])
+@pytest.mark.parametrize(
+    "template",
+    [CALLS_WITHOUT_CONTENT, calls(ARGUMENTS), calls(AS_JSON).replace("m.content", "m['content'] + ''")],
+)
+def test_a_turn_that_only_makes_calls_has_the_content_that_the_template_expects(
+    template: str, content: dict
+) -> None:
+    turn = {"role": "assistant", "tool_calls": [CALL], **content}
+    text = Chat(TOKENIZER, template=template).text([CALLING[0], turn])
+    assert text.endswith('assistant\n<add {"a": 2}><|im_end|>\n')
+
+
+@pytest.mark.parametrize("content", ["", None, []])
+def test_a_message_without_content_has_an_empty_one(content: object) -> None:
+    for template in (turns("{{ '' + m.content }}"), PARTS_ONLY[1]):
+        text = Chat(TOKENIZER, template=template).text([{"role": "user", "content": content}])
+        assert text == "<|im_start|>user\n<|im_end|>\n"
+
+
+@pytest.mark.parametrize("no_calls", [[], None])
+def test_a_turn_with_an_empty_list_of_calls_makes_none(no_calls: object) -> None:
+    """Templates of Llama 3 only ask whether there is a list."""
+    template = turns(
+        "{% if 'tool_calls' in m %}{{ m.tool_calls[0].name }}{% else %}{{ m.content }}{% endif %}"
+    )
+    turn = {"role": "assistant", "content": "five", "tool_calls": no_calls}
+    assert Chat(TOKENIZER, template=template).text([turn]).endswith("assistant\nfive<|im_end|>\n")
+
+
+@pytest.mark.parametrize("template", [calls("{{ '' + c.function.arguments }}"), CALLS_WITHOUT_CONTENT])
+def test_results_of_calls_are_given_as_text_to_a_template_that_wants_arguments_as_text(template: str) -> None:
+    result = {"role": "tool", "content": [{"type": "text", "text": "5"}]}
+    template = template.replace("{{ m.content }}", "{{ '' + m.content }}")
+    text = Chat(TOKENIZER, template=template).text([*CALLING, result])
+    assert text.endswith("<|im_start|>tool\n5<|im_end|>\n")
+
+
+def test_results_that_a_template_writes_as_json_are_given_as_text() -> None:
+    """Templates of Llama 3.1 and gpt-oss; of parts they would write their notation."""
+    template = turns("{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}")
+    result = {"role": "tool", "content": [{"type": "text", "text": "5"}]}
+    text = Chat(TOKENIZER, template=template).text([*CALLING, result])
+    assert text.endswith('<|im_start|>tool\n"5"<|im_end|>\n')
+
+
+def test_a_second_call_that_the_template_leaves_out_is_an_error() -> None:
+    """gpt-oss writes the first call only."""
+    template = turns(
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}"
+    )
+    chat = Chat(TOKENIZER, template=template)
+    assert chat.conversation(CALLING)
+    again = {"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}
+    with pytest.raises(ValueError, match=r"leaves out the tool call 'add' of message 1"):
+        chat.conversation([CALLING[0], {**CALLING[1], "tool_calls": [CALL, again]}])
+
+
+def test_the_end_of_a_turn_is_found_where_only_answers_with_thoughts_can_be_trained() -> None:
+    body = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    chat = Chat(TOKENIZER, template=turns(body, "<|im_start|>assistant\n<think>\n"))
+    end = turn_end_token(chat)
+    assert end is not None and decoded(TOKENIZER, [end]) == "<|im_end|>"
+    never = Chat(TOKENIZER, template=turns("{{ m.content }}", "<|im_start|>assistant\n<think>\n"))
+    assert turn_end_token(never) is None

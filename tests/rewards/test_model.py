@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,18 @@ def test_rendered_anew_for_another_language() -> None:
     ]
     with pytest.raises(ValueError, match="tokenizer has no chat template"):
         RewardModelScorer(model, TOKENIZER, reading_tokenizer(template=None))
+
+
+def test_messages_are_given_in_the_forms_that_its_template_reads() -> None:
+    """A prompt with contents as parts, and a template that would write Python's notation of them."""
+    own = reading_tokenizer(template=UNENDING)
+    conversation = trajectory("abc")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
+    prompt = dataclasses.replace(conversation.prompt, messages=parts)
+    model = Lengths()
+    sample = build_samples([dataclasses.replace(conversation, prompt=prompt)], TOKENIZER)
+    RewardModelScorer(model, TOKENIZER, own).score(sample)
+    assert [own.decode(read) for read in model.read] == ["user: 2+2?\nassistant: abc\n"]
 
 
 def test_a_model_of_our_trainer_reads_what_it_was_trained_on() -> None:

@@ -1,5 +1,5 @@
 """The forms of a message that a chat template reads: contents as text or as parts, arguments of calls as
-objects or as JSON text.
+objects or as JSON text, no content as "" or as none.
 
 A template drops what comes in another form, or writes Python's notation of it, without an error. So each
 template is tried once with a probe, and messages are converted.
@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-ROLES = ("user", "system", "assistant", "tool")
+TEXT: Final = "text"
+PARTS: Final = "parts"
 CONTENT = "CONTENTxOFxAxMESSAGE"
 QUESTION = "Hello?"
-ARGUMENTS = {"probe_key": "probe_value"}
+VALUE = "probe_value"
+ARGUMENTS = {"probe_key": VALUE}
 NAME = "probe_tool"
+CALL_ID = "probe0000"
 TOOL = {
     "type": "function",
     "function": {
@@ -33,6 +37,9 @@ TOOL = {
         },
     },
 }
+
+_PART = re.compile(r"""["']text["']:\s*["']$""")
+"""What JSON and Python write before the text of a part."""
 
 
 def template_errors() -> tuple[type[Exception], ...]:
@@ -52,6 +59,8 @@ class Forms:
     """Roles of which it reads contents as text only."""
     argument_text: bool = False
     """It writes arguments of calls as they are, so they must be JSON text."""
+    call_without_content: str | None = ""
+    """The content of a turn that only makes calls. DeepSeek's templates write calls where it is none."""
 
     def fitted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the messages in the forms that the template reads."""
@@ -59,14 +68,18 @@ class Forms:
 
     def _fitted(self, message: Message) -> dict[str, Any]:
         found = dict(message)
-        content = found.get("content")
-        if isinstance(content, str) and found.get("role") in self.needs_parts:
-            found["content"] = as_parts(content)
+        content = found.get("content") or ""
+        calls = found.get("tool_calls")
+        if "tool_calls" in found and not calls:
+            del found["tool_calls"]  # some templates only ask whether it is there (Llama 3)
+        if isinstance(calls, list) and calls:
+            found["tool_calls"] = [self._fitted_call(call) for call in calls]
+        if calls and not content and self.call_without_content is None:
+            found["content"] = None
+        elif isinstance(content, str):
+            found["content"] = as_parts(content) if found.get("role") in self.needs_parts else content
         elif isinstance(content, list) and found.get("role") in self.needs_text and _is_text(content):
             found["content"] = "".join(str(part["text"]) for part in content)
-        calls = found.get("tool_calls")
-        if isinstance(calls, list):
-            found["tool_calls"] = [self._fitted_call(call) for call in calls]
         return found
 
     def _fitted_call(self, call: object) -> object:
@@ -87,28 +100,32 @@ def as_parts(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}]
 
 
-def forms_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Forms:
-    """Return the forms that a template reads; None is the tokenizer's."""
-    return _forms_of(tokenizer, template, str(tokenizer.chat_template))
-
-
 @functools.lru_cache(maxsize=32)
-def _forms_of(tokenizer: PreTrainedTokenizerBase, template: str | None, own: str) -> Forms:
-    """`own` is the tokenizer's template, which may change."""
+def forms_of(tokenizer: PreTrainedTokenizerBase, template: str | None, own: str) -> Forms:
+    """Return the forms that a template reads; None is the tokenizer's `own`, which may change."""
     probe = _Probe(tokenizer, template)
-    needs_parts = set()
-    needs_text = set()
-    user: object = QUESTION
-    for role in ROLES:  # first the user, who speaks in every probe
-        reads_text = probe.shows(role, CONTENT, user)
-        reads_parts = probe.shows(role, as_parts(CONTENT), user)
-        if reads_parts and not reads_text:
-            needs_parts.add(role)
-            if role == "user":
-                user = as_parts(QUESTION)
-        elif reads_text and not reads_parts:
-            needs_text.add(role)
-    return Forms(frozenset(needs_parts), frozenset(needs_text), probe.needs_argument_text(user))
+    asked: Message = {"role": "user", "content": QUESTION}
+    wanted = {"user": probe.wanted([], {"role": "user"}, [])}
+    if wanted["user"] == PARTS:
+        asked = {"role": "user", "content": as_parts(QUESTION)}
+    wanted["system"] = probe.wanted([], {"role": "system"}, [asked])
+    wanted["assistant"] = probe.wanted([asked], {"role": "assistant"}, [])
+    as_text, content = probe.call_form(asked)
+    called = [asked, probe_call(content, as_text=as_text)]
+    wanted["tool"] = probe.wanted(called, {"role": "tool", "name": NAME, "tool_call_id": CALL_ID}, [])
+    return Forms(
+        frozenset(role for role, form in wanted.items() if form == PARTS),
+        frozenset(role for role, form in wanted.items() if form == TEXT),
+        as_text,
+        content,
+    )
+
+
+def probe_call(content: str | None, *, as_text: bool) -> Message:
+    """Return a turn that makes a call, with its arguments as text or as an object."""
+    arguments = json.dumps(ARGUMENTS) if as_text else ARGUMENTS
+    call = {"type": "function", "id": CALL_ID, "function": {"name": NAME, "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 @dataclass(frozen=True)
@@ -118,45 +135,43 @@ class _Probe:
     tokenizer: PreTrainedTokenizerBase
     template: str | None
 
-    def shows(self, role: str, content: object, user: object) -> bool:
-        """Whether the template writes the content of a message as it is; `user` is what the user says before
-        it."""
-        asked = {"role": "user", "content": user}
-        shown = {"role": role, "content": content}
-        conversation: list[dict[str, Any]] = [asked, shown]
-        if role == "user":
-            conversation = [shown]
-        elif role == "system":
-            conversation = [shown, asked]
-        elif role == "tool":
-            conversation = [
-                asked,
-                self._call(ARGUMENTS),
-                {**shown, "name": NAME, "tool_call_id": "probe0000"},
-            ]
+    def wanted(
+        self, before: Sequence[Message], message: Message, after: Sequence[Message]
+    ) -> Literal["text", "parts"] | None:
+        """Return the one form in which the template writes the content of a message as it is; None if both
+        or none."""
+        reads_text = self._shows([*before, {**message, "content": CONTENT}, *after])
+        reads_parts = self._shows([*before, {**message, "content": as_parts(CONTENT)}, *after])
+        if reads_text == reads_parts:
+            return None
+        return TEXT if reads_text else PARTS
+
+    def _shows(self, conversation: Sequence[Message]) -> bool:
+        """Whether the content is written as it is, or as JSON, without the notation of a part."""
         written = self._written(conversation)
         if written is None:
             return False
-        return CONTENT in written and f"'{CONTENT}'" not in written and f'"{CONTENT}"' not in written
+        before, found, _ = written.partition(CONTENT)
+        return bool(found) and not before.endswith("'") and _PART.search(before) is None
 
-    def needs_argument_text(self, user: object) -> bool:
-        """Whether the template fails with arguments as an object, or writes Python's notation of it."""
-        asked = {"role": "user", "content": user}
-        written = self._written([asked, self._call(ARGUMENTS)])
-        if written is not None and "'probe_key'" not in written:
-            return False
-        as_text = self._written([asked, self._call(json.dumps(ARGUMENTS))])
-        return as_text is not None and '"probe_key"' in as_text
+    def call_form(self, asked: Message) -> tuple[bool, str | None]:
+        """Return how the template writes a call: whether with its arguments as text, and with which content.
+        With objects it may fail, or write Python's notation of them."""
+        contents: tuple[str | None, ...] = ("", None)
+        for content in contents:
+            written = self._written([asked, probe_call(content, as_text=False)])
+            if written is not None and VALUE in written and "'probe_key'" not in written:
+                return False, content
+            written = self._written([asked, probe_call(content, as_text=True)])
+            if written is not None and f'"{VALUE}"' in written:
+                return True, content
+        return False, ""
 
-    def _call(self, arguments: object) -> dict[str, Any]:
-        call = {"type": "function", "id": "probe0000", "function": {"name": NAME, "arguments": arguments}}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-    def _written(self, conversation: list[dict[str, Any]]) -> str | None:
+    def _written(self, conversation: Sequence[Message]) -> str | None:
         """Return what the template writes; None if it fails."""
         try:
             written = self.tokenizer.apply_chat_template(
-                conversation,
+                [dict(message) for message in conversation],
                 tools=[TOOL],
                 chat_template=self.template,
                 tokenize=False,
@@ -199,10 +214,9 @@ def refuse_lost_parts(message: Message, rendered: str, turn: int) -> None:
 
 
 def _lost_part(message: Message, rendered: str) -> str | None:
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if name is not None and str(name) not in rendered:
+    names = [name for call in message.get("tool_calls") or () if (name := _name_of(call)) is not None]
+    for name in names:
+        if rendered.count(name) < names.count(name):  # some templates write the first call only
             return f"the tool call {name!r}"
     for name in THOUGHTS:
         thought = message.get(name)
@@ -215,6 +229,13 @@ def _lost_part(message: Message, rendered: str) -> str | None:
         if isinstance(said, str) and _is_lost(said.rpartition("</think>")[2], rendered):
             return "the content"
     return None
+
+
+def _name_of(call: object) -> str | None:
+    """Return the name of the function that a call names."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return None if name is None else str(name)
 
 
 def _is_lost(said: str, rendered: str) -> bool:
