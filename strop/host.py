@@ -57,7 +57,7 @@ def control_folders(groups: Path, controller: str) -> Iterator[Path]:
     yield groups / controller
     membership = ""
     with contextlib.suppress(OSError):
-        membership = MEMBERSHIP.read_text()
+        membership = os.fsdecode(MEMBERSHIP.read_bytes())
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         base = groups if not controllers else groups / controller

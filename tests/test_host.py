@@ -94,3 +94,13 @@ def test_a_job_of_a_scheduler_may_have_less_than_the_machine(
         (cpu / "cpu.max").write_text("300000 100000\n")
     assert limited_memory(64 * GIB, tmp_path) == (8 * GIB if seen else 64 * GIB)
     assert host.cpu_quota(tmp_path) == (3.0 if seen else float("inf"))
+
+
+def test_a_control_group_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of files are bytes, not text in UTF-8."""
+    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "membership").write_bytes(b"0::/user:j\xf6b\n")
+    group = Path(os.fsdecode(bytes(tmp_path) + b"/groups/user:j\xf6b"))
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{GIB}\n")
+    assert limited_memory(64 * GIB, tmp_path / "groups") == GIB

@@ -282,7 +282,6 @@ def _sum_into(master: Tensor) -> Callable[[Tensor], None]:
 
 # --- the optimizer ------------------------------------------------------------------------------------------
 
-
 BUILT_IN: Mapping[str, type[Optimizer]] = {"Muon": Muon, "AdamW8bit": AdamW8bit}
 """Optimizers of this package, by the name in optim.optimizer, unless optim.optimizer_impl is set."""
 
@@ -362,7 +361,7 @@ def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[s
 def load_optimizer_state(
     optimizer: Optimizer, named: Mapping[str, Tensor], state: Mapping[str, Mapping[str, object]]
 ) -> None:
-    """The reverse of `optimizer_state`; tensors are copied to the device of their parameter, those of torch
+    """The reverse of `optimizer_state`; tensors are copied to the device of their parameter, moments of torch
     and Muon also to its precision, which may be another one than before. Other optimizers have their own."""
     follows = isinstance(optimizer, Muon) or type(optimizer).__module__.startswith("torch.optim")
     for name, tensor in named.items():
@@ -373,7 +372,8 @@ def load_optimizer_state(
         for key, value in state[name].items():
             if isinstance(value, Tensor):
                 value = value.detach().clone()
-                if follows and key != "step" and value.is_floating_point():
+                moment = key != "step" and value.dim() >= min(1, tensor.dim())  # else one number, in float32
+                if follows and moment and value.is_floating_point():
                     value = value.to(tensor.dtype)
             loaded[key] = value
         if follows and optimizer.defaults.get("amsgrad") and "max_exp_avg_sq" not in loaded:

@@ -18,7 +18,7 @@ from strop.config.checkpointing import checkpointing_of
 from strop.config.schema.model import ModelConfig
 from strop.models.checkpointing import checkpoint_activations
 from strop.models.generation.settings import load_generation_config
-from strop.models.heads import empty_scalar_model, load_scalar_model
+from strop.models.heads import empty_scalar_model, load_scalar_model, note_own_head, untie_own_head
 from strop.models.layouts.check import runs_packed
 from strop.models.load import (
     WeightFiles,
@@ -197,7 +197,7 @@ def _language_model(settings: ModelConfig, dtype: torch.dtype, weights: bool = T
     _import_libraries(settings)
     source = resolve(settings.path)
     config = _config(settings)
-    _untie_own_head(config, source)
+    untie_own_head(config, source)
     if not weights:
         with meta_init():
             model = language_model_class(config).from_config(
@@ -207,27 +207,8 @@ def _language_model(settings: ModelConfig, dtype: torch.dtype, weights: bool = T
         load_generation_config(model, source.name)
         return _prepare(model, settings)
     model = load_language_model(source, config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    note_own_head(model)
     return _prepare(model, settings)
-
-
-def _untie_own_head(config: PreTrainedConfig, source: WeightFiles) -> None:
-    """If the files have an output head that differs from the embedding, transformers loads it, although
-    config.json ties both. The configuration says so from now on: ranks build the model from it, and it is
-    saved with the model."""
-    if source.gguf_file or not config.tie_word_embeddings:
-        return
-    found: dict[str, Tensor] = {}
-    folder = Path(source.name)
-    for file in weight_files(folder):
-        opened = open_weights(folder / file)
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
-            end = name.split(".")[-2:]
-            if end in (["lm_head", "weight"], ["embed_tokens", "weight"]):
-                found[end[0]] = opened.get_slice(name)
-    if len(found) == 2 and not torch.equal(found["lm_head"][:], found["embed_tokens"][:]):
-        log.warning("%s has an output head of its own, although its config.json ties it.", source.name)
-        config.tie_word_embeddings = False
-        config.get_text_config().tie_word_embeddings = False
 
 
 def _scalar_model(

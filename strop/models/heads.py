@@ -6,11 +6,15 @@ new), AutoModelForSequenceClassification or AutoModelForTokenClassification with
 with a head of another name. It is saved so that AutoModelForSequenceClassification loads it (token
 classification when the head has a bias). The body of a model that takes images has its vision tower;
 transformers has no classifiers of that kind, so that folder is read by Strop alone.
+
+Also output heads of language models that are weights of their own, although config.json ties them to the
+embedding.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -30,11 +34,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from strop.models.load import refuse_mismatch, weights_of
+from strop.models.load import WeightFiles, open_weights, refuse_mismatch, weight_files, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 HEAD = "score"
 # Names under which folders keep the head: transformers' two, and the value head of TRL.
 _OTHER_NAMES = ("classifier", r"v_head\.summary")
@@ -244,3 +249,39 @@ def pad_token_other_than_eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
         if token is not None and token != end:
             return int(token)
     return None
+
+
+# --- output heads of language models ------------------------------------------------------------------------
+
+
+def untie_own_head(config: PreTrainedConfig, source: WeightFiles) -> None:
+    """If the files have an output head that differs from the embedding, transformers loads it, although
+    config.json ties both. The configuration says so from now on: ranks build the model from it, and it is
+    saved with the model."""
+    if source.gguf_file or not config.tie_word_embeddings:
+        return
+    found: dict[str, Tensor] = {}
+    folder = Path(source.name)
+    for file in weight_files(folder):
+        opened = open_weights(folder / file)
+        for name in opened.keys():  # noqa: SIM118 - not a mapping
+            end = name.split(".")[-2:]
+            if end in (["lm_head", "weight"], ["embed_tokens", "weight"]):
+                found[end[0]] = opened.get_slice(name)
+    if len(found) == 2 and not torch.equal(found["lm_head"][:], found["embed_tokens"][:]):
+        log.warning("%s has an output head of its own, although its config.json ties it.", source.name)
+        untie(config)
+
+
+def note_own_head(model: PreTrainedModel) -> None:
+    """The same of a model that transformers loaded from other files than a folder's safetensors."""
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    if head is not None and model.config.tie_word_embeddings and head.weight is not embedding.weight:
+        untie(model.config)
+
+
+def untie(config: PreTrainedConfig) -> None:
+    """The output head is a weight of its own."""
+    config.tie_word_embeddings = False
+    config.get_text_config().tie_word_embeddings = False

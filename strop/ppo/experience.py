@@ -126,12 +126,13 @@ def add_old_log_probs(
         want.append("experts")
     outputs = actor.forward(batch, want, micro) if want else Outputs()
     found = {name: getattr(outputs, name) for name in want if name != "log_probs"}
+    if outputs.entropy is not None:
+        entropy = (outputs.entropy * batch.mask).sum() / batch.mask.sum().clamp(min=1)
+        record.add({"actor/entropy": float(entropy)})
     if facts.old_from_engine:
         return batch.replace(old_log_probs=batch.rollout_log_probs, **found)
-    assert outputs.log_probs is not None and outputs.entropy is not None
+    assert outputs.log_probs is not None
     record.add(rollout_drift(batch, outputs.log_probs))
-    entropy = (outputs.entropy * batch.mask).sum() / batch.mask.sum().clamp(min=1)
-    record.add({"actor/entropy": float(entropy)})
     return batch.replace(old_log_probs=outputs.log_probs, **found)
 
 

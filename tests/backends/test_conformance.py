@@ -332,6 +332,19 @@ def test_resuming_is_exact(make, compute):
     assert second.learning_rate == unbroken.learning_rate
 
 
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_numbers_of_an_optimizer_resume_in_their_own_precision(name):
+    """Beside moments in the precision of the weights, they keep products and rates in float32."""
+    narrow = {"optim": optim(optimizer=name), "compute": torch.bfloat16, "master": torch.bfloat16}
+    first, second = single(tiny_model(), **narrow), single(tiny_model(), **narrow)
+    train(first, 3)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    states = (backend.state_dict()["optimizer"] for backend in (first, second))
+    for expected, found in zip(*(state.values() for state in states), strict=True):
+        for key, value in expected.items():
+            assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+
+
 def test_a_state_of_another_model_is_refused(make):
     backend = make(tiny_model(), optim=optim())
     with pytest.raises(ValueError, match="saved weights are not those of this model"):

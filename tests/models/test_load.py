@@ -20,7 +20,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from strop.backends.fsdp.shard import saved_slices
+from strop.backends.fsdp.shard import saved_slices, weight_loader
 from strop.config.schema.model import ModelConfig
 from strop.models.build import (
     adopt_policy,
@@ -37,6 +37,7 @@ from strop.models.load import resolve
 from strop.models.lora import add_adapters
 from strop.models.patches import undo_patches
 from strop.quickstart.tiny_model import tiny_tokenizer
+from strop.ranks import Ranks
 from tests.models.tiny import SIZE, tiny_batch, tiny_model
 
 
@@ -179,6 +180,24 @@ def test_a_head_in_the_files_that_differs_from_the_embedding_is_a_weight_of_its_
               folder / "model.safetensors", {"format": "pt"})  # fmt: skip
     model = build_policy(ModelConfig(path=str(folder)), weights=weights)
     assert "lm_head.weight" not in dict(model.named_parameters())
+
+
+def test_such_a_head_in_other_files_is_not_lost(folder):
+    """transformers loads it. Ranks cannot look into these files before, so they refuse."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    settings = ModelConfig(path=str(folder))
+    model = build_policy(settings)
+    assert "lm_head.weight" in dict(model.named_parameters()) and not model.config.tie_word_embeddings
+    here = torch.device("cpu")
+    fill = weight_loader(
+        resolve(settings.path), lambda: build_policy(settings), Ranks(), here, new=False, storage=here
+    )
+    with pytest.raises(ValueError, match=r"lm_head.*override_config\.tie_word_embeddings=false"):
+        fill(build_policy(settings, weights=False))
 
 
 def test_a_folder_without_tokenizer_says_what_it_lacks(folder):

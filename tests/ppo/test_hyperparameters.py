@@ -248,3 +248,4 @@ def test_an_estimator_gets_the_entropy_of_each_token(
     kept = ((advantages != 0) & (mask > 0)).sum() / (advantages.any(-1)[:, None] * mask).sum()
     assert 0 < kept < 1
     assert found[1]["actor/grad_norm"] > 0
+    assert found[1]["actor/entropy"] == pytest.approx(float(entropy[mask > 0].mean()), rel=1e-5)

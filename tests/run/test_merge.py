@@ -27,6 +27,7 @@ from strop.models.lora import add_adapters
 from strop.quickstart.tiny_model import tiny_tokenizer
 from strop.run.merge.verl import read_shards
 from strop.trainer.main_merge import run as merge
+from tests.models.tiny import tiny_model
 from tests.ppo.runs import run, weights
 from tests.supervised.runs import make_task, settings, train
 from tests.supervised.runs import weights as supervised_weights
@@ -310,6 +311,28 @@ def test_adapters_of_verl(task, tmp_path):
     assert not torch.allclose(
         merged(ids).logits, AutoModelForCausalLM.from_pretrained(task / "model")(ids).logits, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_a_head_of_its_own_stays_beside_a_configuration_that_ties_it(tmp_path, lora):
+    """transformers would load it all the same; vLLM and others believe the configuration."""
+    base = tiny_model(tie_word_embeddings=False)
+    model = add_adapters(base, rank=4, alpha=8) if lora else base
+    shards(tmp_path / "actor", dict(model.state_dict()), ranks=1)
+    described = tmp_path / "actor" / "huggingface"
+    base.config.save_pretrained(described)
+    config = json.loads((described / "config.json").read_text())
+    (described / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tiny_tokenizer().save_pretrained(described)
+    (tmp_path / "actor" / "lora_adapter").mkdir()
+    (tmp_path / "actor" / "lora_adapter" / "adapter_config.json").write_text(
+        json.dumps({"lora_alpha": 8, "r": 4})
+    )
+    merge(["--local_dir", f"{tmp_path}/actor", "--target_dir", f"{tmp_path}/out", "--dtype", "fp32"])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not merged.config.tie_word_embeddings
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 class Malicious:

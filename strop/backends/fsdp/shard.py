@@ -285,10 +285,20 @@ def weight_loader(
         if all(ranks.all_gather_object(_fits(weights, saved))):
             ranks.run_or_raise_on_all(lambda: _fill(weights, saved), "reading the model's weights")
             return
-        whole = ranks.run_or_raise_on_all(
-            lambda: load_whole() if ranks.is_rank0 else None, "loading the model"
-        )
-        broadcast_weights(weights, None if whole is None else dict(whole.named_parameters()), device)
+        loaded = ranks.run_or_raise_on_all(lambda: whole(weights), "loading the model")
+        broadcast_weights(weights, loaded, device)
+
+    def whole(weights: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """All weights, on rank 0."""
+        if not ranks.is_rank0:
+            return None
+        found: dict[str, Tensor] = dict(load_whole().named_parameters())
+        if lost := sorted(found.keys() - weights.keys()):
+            raise ValueError(
+                f"The files of {source.name!r} have weights that its config.json leaves out: {lost[:3]}. If "
+                "that is an output head, set model.override_config.tie_word_embeddings=false."
+            )
+        return found
 
     return load
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from strop.models.build import build_tokenizer, dtype_of
 from strop.models.generation.settings import read_generation_config, write_generation_config
-from strop.models.heads import HEAD, load_scalar_model, pad_token_other_than_eos, scalar_class
+from strop.models.heads import HEAD, load_scalar_model, pad_token_other_than_eos, scalar_class, untie
 from strop.models.load import (
     copy_processor_files,
     language_model_class,
@@ -87,19 +87,28 @@ def final_weights(saved: MergeSource) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, weight in saved_weights:
         weights[name.replace("v_head.summary.", f"{HEAD}.")] = weight.detach()
-    output = weights.get("lm_head.weight")
-    if output is not None and _config(saved).tie_word_embeddings:
-        embedding = _embedding(weights)
-        if embedding is not None and torch.equal(output, embedding):
-            del weights["lm_head.weight"]
+    if _config(saved).tie_word_embeddings and _has_own_head(weights) is False:
+        weights.pop("lm_head.weight", None)
     return weights
 
 
-def _embedding(weights: Mapping[str, Tensor]) -> Tensor | None:
+def _untie_own_head(config: PretrainedConfig, weights: Mapping[str, Tensor]) -> None:
+    """transformers loads a head of its own although the configuration ties it to the embedding; other
+    programs, and a model made from the configuration alone, would lose it."""
+    if config.tie_word_embeddings and _has_own_head(weights):
+        untie(config)
+
+
+def _has_own_head(weights: Mapping[str, Tensor]) -> bool | None:
+    """Whether the output head differs from the embedding; None if there are not both."""
+    found: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        if name.endswith("embed_tokens.weight"):
-            return weight
-    return None
+        for part in ("lm_head", "embed_tokens"):
+            if f".{name}".endswith((f".{part}.weight", f".{part}.base_layer.weight")):
+                found.setdefault(part, weight)
+    if len(found) < 2:
+        return None
+    return not torch.equal(found["lm_head"], found["embed_tokens"])
 
 
 def _with_adapters(saved: MergeSource) -> PreTrainedModel:
@@ -155,6 +164,7 @@ def _base_model(saved: MergeSource) -> PreTrainedModel:
 def _empty_model(saved: MergeSource) -> PreTrainedModel:
     """The same model with new weights, for a checkpoint that holds them all."""
     config = _config(saved)
+    _untie_own_head(config, saved.tensors)
     if saved.is_scalar:
         return scalar_class(config, bias=_has_bias(saved.tensors))(config)
     made: PreTrainedModel = language_model_class(config).from_config(
@@ -193,6 +203,7 @@ def _write_folder(saved: MergeSource, folder: Path, dtype: str | None) -> None:
 
     config = _config(saved)
     weights = final_weights(saved)
+    _untie_own_head(config, weights)
     written_dtype = getattr(config, "dtype", None) or torch.bfloat16
     if dtype:
         written_dtype = dtype_of(dtype)
