@@ -1,5 +1,6 @@
 """The compiled functions of the native engine on a CPU beside torch's: products of few rows with packed
-weights (rollout/native/cpu/few_rows.c) and attention of decode steps (decode_attention.c).
+weights (rollout/native/cpu/few_rows.c), attention of decode steps (decode_attention.c), norms, gates and
+rotations (elementwise.c), and the next token of each row (draw.c).
 
     python benchmarks/cpu_kernels.py [--threads 2] [--out benchmarks/results/cpu_kernels.jsonl]
 
@@ -18,12 +19,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strop.rollout.native import sampler
+from strop.rollout.native.cpu import draw
 from strop.rollout.native.cpu.decode_attention import decode_attention, is_available
+from strop.rollout.native.cpu.elementwise import gated_silu, rms_norm, rotary
 from strop.rollout.native.cpu.few_rows import packed_weight
 
 ROWS = (1, 4, 8, 16, 64, 256)
@@ -37,6 +42,9 @@ ATTENTION = (
     (64, 3, 3, 64, 180),
     (64, 2, 6, 128, 500),
 )
+FEW_ROWS = (4, 64)
+HIDDEN, INNER, HEADS, SIZE, VOCABULARY = 896, 4864, 14, 64, 151936
+"""Of a 0.5B model."""
 COPIES = 6
 """Of weights and caches, which are used in turn like those of layers."""
 
@@ -101,12 +109,59 @@ def attention(
     return {"attention": shown, "rows": rows, "positions": positions, **times}
 
 
+def elementwise(rows: int, turns: int) -> Iterator[dict[str, object]]:
+    hidden = torch.randn(rows, 1, HIDDEN)
+    weight = torch.randn(HIDDEN)
+    gate, up = torch.randn(2, rows, 1, INNER)
+    query = torch.randn(rows, HEADS, 1, SIZE)
+    cos, sin = torch.randn(2, rows, 1, SIZE)
+
+    def plain_norm() -> Tensor:
+        return weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    def plain_rotary() -> Tensor:
+        half = torch.cat((-query[..., SIZE // 2 :], query[..., : SIZE // 2]), -1)
+        return query * cos[:, None] + half * sin[:, None]
+
+    sides: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        f"RMS norm of {HIDDEN}": (lambda: rms_norm(hidden, weight, 1e-6), plain_norm),
+        f"SiLU gate of {INNER}": (lambda: gated_silu(gate, up), lambda: F.silu(gate) * up),
+        f"rotary embedding of {HEADS} x {SIZE}": (lambda: rotary(query, cos, sin), plain_rotary),
+    }
+    for name, (compiled, plain) in sides.items():
+        times = least({"compiled": _often(compiled), "torch": _often(plain)}, turns)
+        yield {"elementwise": name, "rows": rows, **times}
+
+
+def _often(call: Callable[[], object]) -> Callable[[], object]:
+    """As often as `least` takes for granted."""
+    return lambda: [call() for _ in range(COPIES)]
+
+
+def draws(rows: int, turns: int) -> dict[str, object]:
+    logits = torch.randn(rows, VOCABULARY)
+    numbers = torch.rand(rows, dtype=torch.float64)
+    plain = sampler.SamplingTensors()
+
+    def by_torch() -> None:
+        with mock.patch.object(draw, "takes", lambda logits: False):
+            sampler.sample(logits, numbers, plain)
+
+    times = least(
+        {"compiled": _often(lambda: sampler.sample(logits, numbers, plain)), "torch": _often(by_torch)}, turns
+    )
+    return {"draw": f"of {VOCABULARY} tokens", "rows": rows, **times}
+
+
 def measured(turns: int) -> Iterator[dict[str, object]]:
     for ins, outs in PRODUCTS:
         for rows in ROWS:
             yield product(rows, ins, outs, turns)
     for shape in ATTENTION:
         yield attention(*shape, turns)
+    for rows in FEW_ROWS:
+        yield from elementwise(rows, turns)
+        yield draws(rows, turns)
 
 
 def main() -> None:

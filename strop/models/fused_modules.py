@@ -93,32 +93,38 @@ def _replacements(
 
 def fused_norms(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Replacement]:
     """RMS norms of `model` that a kernel computes, with their fused classes."""
-    return _replacements(model, device, dtype, _norm_kind, _norm_if_same)
+    return _replacements(model, device, dtype, norm_kind, _norm_if_same)
 
 
-def _epsilon(part: nn.Module) -> float | None:
+def norm_epsilon(part: nn.Module) -> float | None:
     found = getattr(part, "variance_epsilon", getattr(part, "eps", None))
     if isinstance(found, float):
         return found
     return None
 
 
-def _norm_kind(part: nn.Module) -> Kind | None:
+def norm_kind(part: nn.Module) -> Kind | None:
     weight = getattr(part, "weight", None)
     if not type(part).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor):
         return None
     if weight.dim() != 1 or not _plain(part):
         return None
-    if getattr(part, "bias", None) is not None or _epsilon(part) is None:
+    if getattr(part, "bias", None) is not None or norm_epsilon(part) is None:
         return None
-    return type(part), weight.shape[0], _epsilon(part)
+    return type(part), weight.shape[0], norm_epsilon(part)
 
 
-def _norm_if_same(part: nn.Module, device: torch.device, dtype: torch.dtype) -> ModuleClass | None:
+def norm_twin(part: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, int]:
+    """A norm with random weights for a self-check, and its size."""
     size = len(cast(Tensor, part.weight))
     twin = copy.copy(part)
     weight = 1 + 0.3 * torch.randn(size, generator=torch.Generator().manual_seed(1))
     twin._parameters = {"weight": nn.Parameter(weight.to(device, dtype))}
+    return twin, size
+
+
+def _norm_if_same(part: nn.Module, device: torch.device, dtype: torch.dtype) -> ModuleClass | None:
+    twin, size = norm_twin(part, device, dtype)
     fused = _fused_norm(type(part))
     if _agree(twin, size, fused, device, dtype):
         return fused
@@ -134,7 +140,7 @@ def _fused_norm(own: ModuleClass) -> ModuleClass:
             return result
         # A norm that returns 16 bits anyway rounds inside the kernel.
         narrow = cast(Tensor, weight).dtype if narrows(self) else None
-        out: Tensor = kernels.rms_norm(hidden, weight, _epsilon(self), out=narrow)
+        out: Tensor = kernels.rms_norm(hidden, weight, norm_epsilon(self), out=narrow)
         return out
 
     return subclass(own, forward, RUNS_AS_KERNEL)
@@ -145,17 +151,18 @@ def _fused_norm(own: ModuleClass) -> ModuleClass:
 
 def fused_gated_mlps(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Replacement]:
     """Gated MLPs of `model` whose activation a kernel computes, with their fused classes."""
-    return _replacements(model, device, dtype, _gated_kind, _gated_if_same)
+    return _replacements(model, device, dtype, gated_kind, _gated_if_same)
 
 
-def _gated_kind(part: nn.Module) -> Kind | None:
+def gated_kind(part: nn.Module) -> Kind | None:
     children = dict(part.named_children())
     if set(children) != _GATED or not _plain(part):
         return None
     return type(part), type(children["act_fn"])
 
 
-def _gated_if_same(part: nn.Module, device: torch.device, dtype: torch.dtype) -> ModuleClass | None:
+def gated_twin(part: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, int]:
+    """A small gated MLP with random weights for a self-check, and its size."""
     twin = copy.copy(part)
     children: dict[str, nn.Module | None] = {}
     with torch.random.fork_rng(devices=[]):
@@ -165,8 +172,13 @@ def _gated_if_same(part: nn.Module, device: torch.device, dtype: torch.dtype) ->
         children["down_proj"] = nn.Linear(2 * _PROBE, _PROBE).to(device, dtype)
     children["act_fn"] = cast(nn.Module, part.act_fn)
     twin._modules = children
+    return twin, _PROBE
+
+
+def _gated_if_same(part: nn.Module, device: torch.device, dtype: torch.dtype) -> ModuleClass | None:
+    twin, size = gated_twin(part, device, dtype)
     fused = _fused_gated(type(part))
-    if _agree(twin, _PROBE, fused, device, dtype):
+    if _agree(twin, size, fused, device, dtype):
         return fused
     return None
 

@@ -82,7 +82,7 @@ _rotary_users: Counter[str] = Counter()
 """Models that use the fused rotary function, by the Python module that has it."""
 
 
-class _SetRotary:
+class SetRotary:
     """The rotary function of a Python module. Models of one family share it: the last one restores it."""
 
     def __init__(self, home: ModuleType, function: fused_modules.Rotate) -> None:
@@ -190,7 +190,7 @@ def _gated_mlp(model: nn.Module, context: PatchContext) -> list[Change]:
 
 def _rotary(model: nn.Module, context: PatchContext) -> list[Change]:
     found = fused_modules.fused_rotary(model, context.device, context.dtype)
-    return done(_SetRotary(home, function) for home, function in found)
+    return done(SetRotary(home, function) for home, function in found)
 
 
 def _lora_linear(model: nn.Module, context: PatchContext) -> list[Change]:
@@ -246,7 +246,7 @@ ROLLOUT_NAMES = (
     "fp32_head",
     *("fused_qkv", "fused_lora"),
     "state_precision",
-    *("packed_linear", "decode_attention"),
+    *("rms_norm_cpu", "gated_mlp_cpu", "rotary_cpu", "packed_linear", "decode_attention"),
     DELTA_RULE,
 )
 """The patches of rollout/native/borrowed_model.py, rollout/native/cpu and layouts/delta_rule.py."""

@@ -262,19 +262,19 @@ class Decode:
                 **options.arguments,
             )
             return out
-        self.cache.tensors.write(layer, self.slots, key[:, :, 0], value[:, :, 0])
-        heads = query.shape[1] // key.shape[1]
+        # Query heads that share a key head become its queries: keys are read once and never repeated.
+        folded = query[:, :, 0].unflatten(1, (key.shape[1], -1))
         if self._compiled and options.is_plain:
-            folded = query[:, :, 0].unflatten(1, (key.shape[1], heads))
             keys, values = self.cache.whole(layer)
-            return decode_attention(folded, keys, values, self.rows, self.positions, options)
+            newest = (key[:, :, 0], value[:, :, 0])
+            return decode_attention(folded, keys, values, self.rows, self.positions, options, newest)
+        self.cache.tensors.write(layer, self.slots, key[:, :, 0], value[:, :, 0])
         parts = []
         for span, (first, end, used) in enumerate(self.spans):
             keys, values = self.cache.read(layer, slice(first, end), used)
-            # Query heads that share a key head become its queries: keys are read once and never repeated.
-            folded = query[first:end, :, 0].unflatten(1, (key.shape[1], heads))
             mask = self._mask(span, options.window)
-            parts.append(attention_output(folded, keys, values, options, mask=mask, folded=True))
+            queries = folded[first:end]
+            parts.append(attention_output(queries, keys, values, options, mask=mask, folded=True))
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts)

@@ -28,6 +28,7 @@ from strop.models.projections.fused import FusedProjection, fused_forwards
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
 from strop.rollout.native.cpu.adapted_linear import adapted_changes
+from strop.rollout.native.cpu.elementwise import ELEMENTWISE
 from strop.rollout.native.cpu.frozen_weights import FrozenLinear
 from strop.rollout.native.cpu.packed_linear import (
     FEW,
@@ -154,6 +155,7 @@ ROLLOUT_PATCHES = (
     Patch("fused_qkv", _on_gpu, _fused_qkv),
     Patch("fused_lora", _on_gpu, _fused_lora),
     Patch("state_precision", always, _state_precision),
+    *ELEMENTWISE,
 )
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.rollout.base import Sampling
+from strop.rollout.native.cpu import draw
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
@@ -42,6 +43,11 @@ class SamplingTensors:
     """The largest entry of top_k; 0 if top_k is None."""
     top_p: Tensor | None = None
     min_p: Tensor | None = None
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are left out."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
     def rows(self, at: slice) -> SamplingTensors:
         """The settings of some rows."""
@@ -80,6 +86,9 @@ def sample(
 ) -> SampledTokens:
     """One token per row of [rows, vocabulary]; `penalised`: the logits to sample from, if they differ."""
     rows, vocabulary = logits.shape
+    if penalised is None and not settings.filters and draw.takes(logits):
+        found = draw.draw(logits, uniform, settings.temperature, _greedy_rows(settings, rows))
+        return SampledTokens(*found)
     at_a_time = max(1, _HOST_NUMBERS // vocabulary)
     if logits.device.type != "cpu" or rows <= at_a_time:
         return _sample(logits, uniform, settings, penalised)
@@ -90,6 +99,12 @@ def sample(
         parts.append(_sample(logits[at], uniform[at], settings.rows(at), source))
     columns = zip(*((part.tokens, part.log_probs, part.valid) for part in parts))
     return SampledTokens(*(torch.cat(column) for column in columns))
+
+
+def _greedy_rows(settings: SamplingTensors, rows: int) -> Tensor | None:
+    if settings.all_greedy:
+        return torch.ones(rows, dtype=torch.bool)
+    return settings.greedy
 
 
 def _sample(

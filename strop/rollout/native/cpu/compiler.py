@@ -38,7 +38,8 @@ def load_library(source: Path) -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "")
     if flags is None or not compiler:
         return None
-    key = hashlib.sha256("\0".join([*flags, *compiler, source.read_text()]).encode()).hexdigest()[:16]
+    texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
+    key = hashlib.sha256("\0".join([*flags, *compiler, *texts]).encode()).hexdigest()[:16]
     library = cache_root() / "kernels" / f"{source.stem}-{key}.so"
     try:
         if not library.exists():

@@ -6,24 +6,18 @@
    are kept; values are weighted in a second pass. The sums of a row are in the order of its positions, so a
    result does not depend on other rows or on the number of threads. */
 
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
+#include "vectors.h"
+
+#include <string.h>
 
 extern int omp_get_thread_num(void);
 
-typedef float vec __attribute__((vector_size(64), aligned(4)));
-typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
-
 enum {
-    LANES = 16,          /* numbers of a vector */
     SUMS = 4,            /* vectors of sums of the second pass */
     PART = SUMS * LANES, /* numbers of a value that are summed at a time; head sizes are multiples of it */
     AHEAD = 2,           /* blocks of LANES positions between the one in use and the one that is fetched */
     MOST_SIZE = 256,     /* of a head */
 };
-
-static inline vec all(float x) { return x - (vec){0}; }
 
 static const ints EVEN = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
 static const ints ODD = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
@@ -37,26 +31,6 @@ static inline __attribute__((always_inline)) vec sums_of(vec *parts) {
             parts[i] = __builtin_shuffle(parts[2 * i], parts[2 * i + 1], EVEN) +
                        __builtin_shuffle(parts[2 * i], parts[2 * i + 1], ODD);
     return parts[0];
-}
-
-/* exp(x) for x <= 0, within 1e-7 of its value: 2^n exp(r) with |r| <= log(2) / 2. Below e^-87: 0. NaN stays
-   NaN. */
-static inline vec exponential(vec x) {
-    const float round = 12582912; /* 1.5 * 2^23: what is added to it loses its fraction */
-    ints is_zero = x < all(-87);
-    x = (vec)((ints)x & ~is_zero);
-    vec shifted = x * 1.44269504f + round;
-    vec n = shifted - round;
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f; /* log(2) in two numbers: the first product is exact */
-    vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1;
-    vec power = (vec)(((ints)shifted - (ints)all(round) + 127) << 23);
-    return (vec)((ints)(p * power) & ~is_zero);
 }
 
 /* scores[j] = query . keys[j] for LANES keys */
@@ -98,22 +72,15 @@ static inline void fetch(const float *next, ptrdiff_t count, ptrdiff_t share, pt
 /* scores [count], a multiple of LANES, become exp(scores - their maximum); returns the sum */
 static float weigh(float *scores, ptrdiff_t count) {
     vec tops = *(vec *)scores;
-    for (ptrdiff_t j = LANES; j < count; j += LANES) {
-        vec here = *(vec *)(scores + j);
-        ints higher = here > tops;
-        tops = (vec)(((ints)here & higher) | ((ints)tops & ~higher));
-    }
-    float top = tops[0];
-    for (int j = 1; j < LANES; j++) top = tops[j] > top ? tops[j] : top;
+    for (ptrdiff_t j = LANES; j < count; j += LANES) tops = larger(*(vec *)(scores + j), tops);
+    float top = largest_of(tops);
     vec total = {0};
     for (ptrdiff_t j = 0; j < count; j += LANES) {
         vec weights = exponential(*(vec *)(scores + j) - top);
         *(vec *)(scores + j) = weights;
         total += weights;
     }
-    float sum = 0;
-    for (int j = 0; j < LANES; j++) sum += total[j];
-    return sum;
+    return sum_of(total);
 }
 
 /* out [heads][size]: attention of query [heads][size] over the keys and values [count][size] of one key
@@ -154,11 +121,13 @@ static void attend(const float *query, const float *keys, const float *values, f
 
 /* query and out [rows][key_heads][heads][size]; keys and values [places][key_heads][capacity][size]. Row r
    reads the positions up to positions[r] of place places[r], or only the last `window` of them if it is above 0.
+   new_keys and new_values [rows][key_heads][size] are written at these positions before; NULL: they are there.
    scores: threads * heads * (the longest context, rounded up to LANES) */
-void strop_decode_attention(const float *query, const float *keys, const float *values, const int64_t *places,
-                            const int64_t *positions, float *out, float *scores, ptrdiff_t rows,
-                            ptrdiff_t key_heads, ptrdiff_t heads, ptrdiff_t size, ptrdiff_t capacity,
-                            ptrdiff_t window, float scale, ptrdiff_t scores_per_thread, int threads) {
+void strop_decode_attention(const float *query, const float *new_keys, const float *new_values, float *keys,
+                            float *values, const int64_t *places, const int64_t *positions, float *out,
+                            float *scores, ptrdiff_t rows, ptrdiff_t key_heads, ptrdiff_t heads,
+                            ptrdiff_t size, ptrdiff_t capacity, ptrdiff_t window, float scale,
+                            ptrdiff_t scores_per_thread, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         float *own = scores + omp_get_thread_num() * scores_per_thread;
@@ -167,7 +136,13 @@ void strop_decode_attention(const float *query, const float *keys, const float *
             ptrdiff_t row = task / key_heads;
             ptrdiff_t end = positions[row] + 1;
             ptrdiff_t begin = window > 0 && end > window ? end - window : 0;
-            ptrdiff_t from = ((places[row] * key_heads + task % key_heads) * capacity + begin) * size;
+            ptrdiff_t start = (places[row] * key_heads + task % key_heads) * capacity;
+            if (new_keys) {
+                ptrdiff_t newest = (start + end - 1) * size;
+                memcpy(keys + newest, new_keys + task * size, size * sizeof(float));
+                memcpy(values + newest, new_values + task * size, size * sizeof(float));
+            }
+            ptrdiff_t from = (start + begin) * size;
             attend(query + task * heads * size, keys + from, values + from, out + task * heads * size, own,
                    heads, end - begin, size, scale);
         }
