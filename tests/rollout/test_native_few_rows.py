@@ -123,3 +123,31 @@ def test_a_compiler_that_fails_is_reported_and_torch_computes(
     assert compiler.load_library(broken) is None
     assert "broken.c is not used" in caplog.text
     assert not list((tmp_path / "kernels").iterdir())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 16, 64])
+@pytest.mark.parametrize("rank", [0, 6])
+def test_weights_that_are_exact_in_bf16_are_kept_in_16_bits_with_the_same_bits(
+    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, rows: int, rank: int
+) -> None:
+    short = weight.bfloat16().float()
+    x = torch.randn(rows, 301)
+    bias = torch.randn(75)
+    adapter = Adapter(torch.randn(rank, 301), torch.randn(75, rank), 0.5) if rank else None
+    narrow = packed_weight(short)
+    monkeypatch.setattr(few_rows, "_is_bf16", lambda weight: False)
+    wide = packed_weight(short)
+    assert narrow is not None and wide is not None
+    assert torch.equal(narrow(x, bias, adapter), wide(x, bias, adapter))
+    assert 2 * narrow.num_bytes == wide.num_bytes
+
+
+@pytest.mark.parametrize("place", [0, 1023, 1024, 75 * 301 - 1])
+def test_one_weight_with_more_bits_keeps_all_in_32(weight: torch.Tensor, place: int) -> None:
+    mixed = weight.bfloat16().float()
+    mixed.view(-1)[place] = 1 + 2**-20
+    copy = packed_weight(mixed)
+    assert copy is not None
+    x = torch.eye(301)[:8]
+    assert torch.equal(copy(x, None), mixed[:, :8].t())
+    assert copy.num_bytes == 4 * 96 * 301 or copy.num_bytes == 4 * 84 * 301  # panels of 32 or 12

@@ -19,6 +19,7 @@ _LEAST_ROWS = 2 if is_arm_linux() else 1
 MOST_ROWS = 512
 MOST_RANK = 256
 _GROUP = 8
+_SAMPLE = 1024
 _LARGEST_ERROR = 1e-5
 """Of the check of a compiled product, whose outputs are about 1."""
 
@@ -41,10 +42,11 @@ def _functions() -> ctypes.CDLL | None:
         return None
     address = ctypes.c_void_p
     size = ctypes.c_ssize_t
-    library.strop_pack.argtypes = [address, address, size, size, ctypes.c_int]
+    number = ctypes.c_int
+    library.strop_pack.argtypes = [address, address, size, size, number, number]
     library.strop_pack.restype = None
-    library.strop_linear.argtypes = [address] * 6 + [ctypes.c_float, size, address, size, size, size]
-    library.strop_linear.argtypes += [ctypes.c_int]
+    library.strop_linear.argtypes = [*[address] * 3, number, *[address] * 3, ctypes.c_float, size, address]
+    library.strop_linear.argtypes += [size, size, size, number]
     library.strop_linear.restype = None
     if not _computes_right(library):
         return None
@@ -63,6 +65,8 @@ def _computes_right(library: ctypes.CDLL) -> bool:
     bias = random(70)
     expected = F.linear(x, weight, bias) + F.linear(F.linear(x, adapter.a), adapter.b) * adapter.scale
     error = (PackedWeight(library, weight)(x, bias, adapter) - expected).abs().max().item()
+    short = weight.bfloat16().float()
+    error = max(error, (PackedWeight(library, short)(x, None) - F.linear(x, short)).abs().max().item())
     if not error < _LARGEST_ERROR:
         _log.warning("few_rows.c is not used: its products differ by %.1e from those of torch", error)
         return False
@@ -70,7 +74,7 @@ def _computes_right(library: ctypes.CDLL) -> bool:
 
 
 class PackedWeight:
-    """A copy of a weight [out, in] in the layout of few_rows.c."""
+    """A copy of a weight [out, in] in the layout of few_rows.c, in 16 bits if it is exact in bf16."""
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         self._library = library
@@ -78,10 +82,16 @@ class PackedWeight:
         width = library.strop_width()
         panels = -(-self.outs // width)
         source = weight.detach().contiguous()
-        self._packed = torch.empty(panels * width * self.ins)
+        self._short = _is_bf16(source)
+        self._packed = torch.empty(panels * width * self.ins, dtype=_stored(self._short))
+        threads = torch.get_num_threads()
         library.strop_pack(
-            source.data_ptr(), self._packed.data_ptr(), self.outs, self.ins, torch.get_num_threads()
+            source.data_ptr(), self._packed.data_ptr(), self.outs, self.ins, self._short, threads
         )
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.numel() * self._packed.itemsize
 
     def takes(self, states: Tensor, rank: int = 0) -> bool:
         """Whether it can multiply these states, and add an adapter of this rank."""
@@ -105,6 +115,7 @@ class PackedWeight:
             states.data_ptr(),
             scratch.data_ptr(),
             self._packed.data_ptr(),
+            self._short,
             None if bias is None else bias.data_ptr(),
             *addresses,
             scale,
@@ -116,6 +127,17 @@ class PackedWeight:
             torch.get_num_threads(),
         )
         return out
+
+
+def _stored(short: bool) -> torch.dtype:
+    return torch.int16 if short else torch.float32
+
+
+def _is_bf16(weight: Tensor) -> bool:
+    """Whether all float32 numbers of a contiguous weight are numbers in bf16."""
+    bits = weight.view(torch.int32).view(-1)
+    parts = (bits[:_SAMPLE], bits[_SAMPLE:])  # the first one shows trained weights at once
+    return not any(bool((part & 0xFFFF).any()) for part in parts)
 
 
 def packed_weight(weight: Tensor) -> PackedWeight | None:
