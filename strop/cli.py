@@ -22,6 +22,8 @@ VERBS = {
     "serve-train": "training_service",
 }
 
+CHOOSES_KEYS = "[FILE.yaml] [--config-name NAME] [--config-path DIR] [key=value ...]"
+
 HELP = f"""strop {__version__}: reinforcement-learning post-training for language models
 
 usage: strop VERB [--config-name NAME] [--config-path DIR] [key=value ...]
@@ -53,7 +55,7 @@ inspect
 prepare
   check         check a configuration without a GPU: strop check ppo key=value ... [--json]
   plan          estimate memory and time on any devices:
-                strop plan key=value ... --gpu h100 --gpus-per-node 8
+                strop plan key=value ... --gpu h100 --gpus-per-node 8 (strop plan --help: other GPUs)
   config        strop config show NAME [key=value ...] | explain KEY | docs --out docs
   convert       strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...
                 | strop convert trl SCRIPT.py
@@ -84,14 +86,15 @@ def dispatch(arguments: list[str]) -> int:
         raise ValueError(
             f"There is no verb {verb!r}.{did_you_mean(verb, PROGRAMS)} `strop --help` lists them."
         )
-    if rest[:1] in (["-h"], ["--help"]) and verb not in HAVE_OPTIONS:
-        print(help_of(verb))
+    asked = rest[:1] in (["-h"], ["--help"]) or (verb == "check" and {"-h", "--help"} & set(rest))
+    if asked and verb not in HAVE_OPTIONS:
+        print(help_of(verb, rest[0]))
         return 0
     return PROGRAMS[verb](rest)
 
 
-def help_of(verb: str) -> str:
-    """The line of HELP about the verb, and where its keys are explained."""
+def help_of(verb: str, subject: str = "") -> str:
+    """The line of HELP about the verb, and where its keys are explained. `subject`: the verb to check."""
     lines = HELP.splitlines()
     [first] = [place for place, line in enumerate(lines) if line.startswith(f"  {verb} ")]
     about = lines[first].strip()
@@ -99,8 +102,11 @@ def help_of(verb: str) -> str:
         about += "\n" + lines[first + 1]
     usage = ""
     if verb in VERBS:
-        usage = f"usage: strop {verb} [FILE.yaml] [--config-name NAME] [--config-path DIR] [key=value ...]\n"
-    show = f"strop config show {VERBS.get(verb, 'ppo_trainer')}"
+        usage = f"usage: strop {verb} {CHOOSES_KEYS}\n"
+    if verb == "check":
+        checked = subject if subject in VERBS else "|".join(VERBS)
+        usage = f"usage: strop check {checked} {CHOOSES_KEYS} [--json]\n"
+    show = f"strop config show {VERBS.get(subject, VERBS.get(verb, 'ppo_trainer'))}"
     explain = "strop config explain KEY"
     return (
         f"{about}\n{usage}\n{show:<34} every key, its default and what it does\n"
@@ -314,7 +320,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "replay": replay,
 }
 
-HAVE_OPTIONS = ("quickstart", "data", "board", "merge", "profile", "doctor", "replay")
+HAVE_OPTIONS = ("quickstart", "data", "board", "merge", "plan", "profile", "doctor", "replay")
 """Verbs that explain themselves with --help; settings of the others are key=value."""
 
 if __name__ == "__main__":

@@ -43,11 +43,23 @@ def test_help_lists_the_verbs():
 
 @pytest.mark.parametrize(
     ("verb", "words"),
-    [("rm", "strop config show rm_trainer"), ("plan", "--gpus-per-node"), ("data", "--from")],
+    [
+        ("rm", "strop config show rm_trainer"),
+        ("check", "usage: strop check ppo|sft|"),
+        ("plan", "--gpus-per-node"),
+        ("data", "--from"),
+    ],
 )
 def test_every_verb_has_help(verb, words):
     done = strop(verb, "--help")
     assert done.returncode == 0 and words in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["run.yaml", "--json", "--help"]])
+def test_the_help_of_a_check_has_its_command(words):
+    done = strop("check", "sft", *words)
+    assert done.returncode == 0 and "strop config show sft_trainer" in done.stdout
+    assert "usage: strop check sft [FILE.yaml]" in done.stdout and "[--json]" in done.stdout
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])

@@ -54,11 +54,15 @@ def _yaml(value: object) -> str:
 
 
 def explain(name: str) -> str:
-    """Everything known of one key, in every configuration that has it. Old names, OpenRLHF's flags and short
-    names of training's keys are understood."""
+    """Everything known of one key, in every configuration that has it. Old names, OpenRLHF's flags, short
+    names of training's keys and the end of a key's name are understood. Several keys with this end are
+    listed."""
     training = _training_key(name)
     if training is None:
-        return _about(name)
+        ends = [] if _find(name) else _keys_that_end_in(name)
+        if len(ends) > 1:
+            return _list_of(name, ends)
+        return _about(ends[0].path if ends else name)
     return f"{_about(training)}\nAnother program has a key of this very name:\n\n{_about(name)}"
 
 
@@ -73,6 +77,27 @@ def _training_key(name: str) -> str | None:
     if "." not in name or name in every or not elsewhere or len(ends) != 1:
         return None
     return ends[0]
+
+
+def _keys_that_end_in(name: str) -> list[Key]:
+    """The keys of all configurations whose last words are `name`."""
+    found: dict[str, Key] = {}
+    for kind in ROOTS.values():
+        for key in keys(kind):
+            if key.path.endswith(f".{name}"):
+                found.setdefault(key.path, key)
+    return list(found.values())
+
+
+def _list_of(name: str, ends: list[Key]) -> str:
+    """The keys with the first sentence about each."""
+    lines = [f"{len(ends)} keys end in {name}; `strop config explain KEY` explains one:", ""]
+    for key in ends:
+        first = key.doc.partition(". ")[0].rstrip(".")
+        if key.inert:
+            first = f"no effect: {key.inert}"
+        lines += textwrap.wrap(f"{key.path}: {first}", 118, subsequent_indent="  ")
+    return "\n".join(lines) + "\n"
 
 
 def _about(name: str) -> str:

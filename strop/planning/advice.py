@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from strop.config.schema.ppo import PpoConfig
 from strop.planning.devices import GIB, SAFE, PlannedCluster
 from strop.planning.forecast import Forecast, forecast
-from strop.planning.job import ROLLOUT, Pass, PlannedJob, TrainingConfig, job_of
+from strop.planning.job import ROLLOUT, SHARED_MODULE_ENGINES, Pass, PlannedJob, TrainingConfig, job_of
 from strop.planning.knobs import (
     SettingChange,
     can_share,
@@ -22,6 +23,8 @@ from strop.planning.knobs import (
 
 MAX_CHANGES = 16
 MAX_NODES = 1024
+ADAPTER_RANK = 32
+"""Rank of the adapters with which a run is planned that does not fit otherwise."""
 LARGEST_BUDGET = 1 << 17
 """Tokens of a micro-batch beyond which nothing gets faster."""
 
@@ -41,6 +44,9 @@ class Advice:
     """The smallest cluster of such devices that is enough, if no setting helps."""
     settings_there: list[SettingChange] = field(default_factory=list)
     """What to set on that cluster."""
+    adapters: list[SettingChange] = field(default_factory=list)
+    """With LoRA, or else with LoRA on 4-bit weights, the run fits these devices, where no other setting
+    helps. It is a choice of the user: the run trains something else then."""
 
     @property
     def hopeless(self) -> bool:
@@ -56,7 +62,8 @@ def advise(config: TrainingConfig, cluster: PlannedCluster) -> Advice:
     if changes is not None:
         return Advice(found, False, changes)
     larger, settings = enough_devices(config, cluster)
-    return Advice(found, False, cluster=larger, settings_there=settings)
+    adapters = with_adapters(config, cluster)
+    return Advice(found, False, cluster=larger, settings_there=settings, adapters=adapters)
 
 
 def _fits_with(config: TrainingConfig, cluster: PlannedCluster, *changes: SettingChange) -> bool:
@@ -128,6 +135,41 @@ def enough_devices(
         if changes is not None:
             return larger, changes
     return None, []
+
+
+def with_adapters(config: TrainingConfig, cluster: PlannedCluster) -> list[SettingChange]:
+    """LoRA, or LoRA on 4-bit weights, with the other settings that the run needs then to fit. Empty if it
+    does not fit, or cannot have adapters."""
+    job = job_of(config, cluster)
+    if any(read(config, f"{path}.fsdp_config.expert_parallel_size") != 1 for path in job.paths.values()):
+        return []  # experts that are divided have no adapters
+    lora = []
+    four_bit = []
+    for path in job.model_paths.values():
+        if not (read(config, f"{path}.lora_rank") or read(config, f"{path}.lora_adapter_path")):
+            lora.append(SettingChange(f"{path}.lora_rank", 0, ADAPTER_RANK, "adapters are trained alone"))
+        if read(config, f"{path}.quantization") is None:
+            four_bit.append(SettingChange(f"{path}.quantization", None, "nf4", "frozen weights have 4 bits"))
+    attempts = [lora]
+    if _can_have_four_bits(config, cluster):
+        attempts.append([*lora, *four_bit])
+    for first in attempts:
+        further = rescue(changed(config, *first), cluster) if first else None
+        if further is not None:
+            return [*first, *further]
+    return []
+
+
+def _can_have_four_bits(config: TrainingConfig, cluster: PlannedCluster) -> bool:
+    """4-bit weights need one device that holds them whole, and an engine that samples from them."""
+    if isinstance(config, PpoConfig):
+        group = config.actor_rollout_ref
+        plain = group.rollout.quantization is None and group.rollout.name in SHARED_MODULE_ENGINES
+        strategies = {group.actor.strategy, config.critic.strategy}
+    else:
+        plain = True
+        strategies = {config.model.strategy}
+    return cluster.ranks == 1 and plain and "megatron" not in strategies
 
 
 # --- other settings of a run that fits ----------------------------------------------------------------------
@@ -212,13 +254,30 @@ def complaint(advice: Advice) -> str:
     text = _problem(advice.forecast)
     if advice.changes:
         return f"{text} Set {' '.join(map(str, advice.changes))}."
-    if advice.cluster is None:
-        return f"{text} No setting and no number of such devices helps: {_last_resort(advice.forecast)}."
-    larger = advice.cluster
-    text += f" No setting helps on this many devices; {larger.nodes} x {larger.per_node} of them would do"
-    if advice.settings_there:
-        text += f", with {' '.join(map(str, advice.settings_there))}"
+    kind = _kind_of_adapters(advice)
+    other = f" without {kind}" if kind else ""
+    if advice.cluster is not None:
+        larger = advice.cluster
+        text += f" No setting helps on this many devices{other}; {larger.nodes} x {larger.per_node} of them"
+        text += " would do"
+        if advice.settings_there:
+            text += f", with {' '.join(map(str, advice.settings_there))}"
+    elif kind:
+        text += f" No setting and no number of such devices helps{other}"
+    else:
+        text += f" No setting and no number of such devices helps: {_last_resort(advice.forecast)}"
+    if kind:
+        text += f". With {kind} it fits these devices: set {' '.join(map(str, advice.adapters))}"
     return f"{text}."
+
+
+def _kind_of_adapters(advice: Advice) -> str:
+    """The usual name of what advice.adapters do; empty if there are none."""
+    if not advice.adapters:
+        return ""
+    if any(change.key.endswith(".quantization") for change in advice.adapters):
+        return "QLoRA"
+    return "LoRA"
 
 
 def _problem(found: Forecast) -> str:
@@ -243,10 +302,10 @@ def _last_resort(found: Forecast) -> str:
     """What may help if no setting does."""
     engine = found.peak.roles.get("engine", {}).get("weights", 0)
     if engine < found.memory / 2:
-        return "use shorter sequences, a smaller model, or model.lora_rank"
+        return "use shorter sequences or a smaller model"
     if found.job.engine != "native":
         return (
-            f"with {found.job.engine} every rank keeps a whole copy of the weights; rollout.name=native "
+            f"with {found.job.engine} every rank keeps a whole copy of the weights; {ROLLOUT}.name=native "
             "divides it"
         )
     return (

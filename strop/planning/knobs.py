@@ -32,10 +32,16 @@ class SettingChange:
     why: str
 
     def __str__(self) -> str:
-        text = str(self.value)
-        if isinstance(self.value, bool):
-            text = text.lower()
-        return f"{self.key}={text}"
+        return f"{self.key}={as_word(self.value)}"
+
+
+def as_word(value: object) -> str:
+    """A value as it is written on a command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 # --- reading and changing a configuration -------------------------------------------------------------------

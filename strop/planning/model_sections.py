@@ -88,8 +88,7 @@ def _placement(
     size = fsdp.fsdp_size
     if size not in (-1, ranks) and (size < 1 or ranks % size):
         raise ValueError(
-            f"fsdp_config.fsdp_size={size} does not divide the {ranks} ranks. Set -1, or a divisor of "
-            f"{ranks}."
+            f"fsdp_size={size} does not divide the {ranks} ranks. Set -1, or a divisor of {ranks}."
         )
     if size == -1:
         size = ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from strop.planning.advice import Advice, complaint
 from strop.planning.devices import GIB
 from strop.planning.forecast import Forecast, Phase
-from strop.planning.knobs import SettingChange, fits
+from strop.planning.knobs import SettingChange, as_word, fits
 from strop.planning.parallel_sizes import SHOWN, SizedRun
 from strop.planning.times import save_seconds, seconds
 
@@ -25,7 +25,7 @@ def as_text(advice: Advice, turned: list[tuple[SettingChange, Forecast]]) -> str
     found = advice.forecast
     lines = [_head(found), "", *_phases(found), "", *_facts(found), "", *_verdict(advice)]
     if turned:
-        lines += ["", "each knob alone", *_knobs(found, turned)]
+        lines += ["", "each key alone", *_knobs(found, turned)]
     return "\n".join(lines) + "\n"
 
 
@@ -94,10 +94,10 @@ def _facts(found: Forecast) -> list[str]:
 
 def _verdict(advice: Advice) -> list[str]:
     if advice.fits:
-        return ["fits", *(f"  room for {change} (now {change.was})" for change in advice.room)]
+        return ["fits", *(f"  room for {change} (now {as_word(change.was)})" for change in advice.room)]
     lines = [f"does not fit: {complaint(advice)}"]
-    for change in advice.changes:
-        lines.append(f"  {change}  (was {change.was}): {change.why}")
+    for change in [*advice.changes, *advice.adapters]:
+        lines.append(f"  {change}  (was {as_word(change.was)}): {change.why}")
     return lines
 
 
@@ -152,6 +152,7 @@ def as_values(advice: Advice, turned: list[tuple[SettingChange, Forecast]]) -> d
         "host_bytes": found.host,
         "problem": problem,
         "changes": [_change_values(change) for change in advice.changes],
+        "adapters": [_change_values(change) for change in advice.adapters],
         "room": [_change_values(change) for change in advice.room],
         "enough": enough,
         "knobs": [_knob_values(change, other) for change, other in turned],

@@ -55,9 +55,10 @@ def examine(loaded: Loaded[RootConfig], given: InProcess | None = None) -> Prefl
         report.findings += _user_classes(config)
     report.findings += _schedules(config, report.plan)
     report.findings += _folders(config)
-    if report.ok and isinstance(config, PpoConfig | SupervisedConfig):
-        from strop.preflight.model_checks import examine_memory
+    from strop.preflight.device_checks import device_notices, examine_memory
 
+    report.notices += device_notices(config)
+    if report.ok and isinstance(config, PpoConfig | SupervisedConfig):
         examine_memory(config, report)
         report.data["output"] = config.trainer.default_local_dir
     return report
@@ -214,6 +215,9 @@ def require(
 ) -> PreflightReport:
     """Examine and print; raises when something is wrong. Every run calls this before it loads weights."""
     report = examine(loaded, given)
+    lacking = [finding for finding in report.findings if finding.about_machine]
+    if report.ok and lacking:
+        raise ValueError("\n".join(str(finding) for finding in lacking))
     if report.ok and quiet:
         for finding in report.findings:
             log.warning("%s", finding)

@@ -17,14 +17,12 @@ def image_findings(config: PpoConfig, *, videos: bool = False) -> list[ConfigFin
     engine = engine_name(config.actor_rollout_ref.rollout)
     key = "actor_rollout_ref.rollout.name"
     if not ENGINES.entry(engine).facts["images"]:
-        message = f"The data has images, which {engine} is not given. Set rollout.name=native, hf or vllm."
+        message = f"The data has images, which {engine} is not given. Set it to native, hf or vllm."
         found.append(error(key, message))
     if engine == "vllm":
         found += _vllm_findings(config, key)
     if engine == "vllm" and videos:
-        found.append(
-            error(key, "The data has videos, which vLLM is not given. Set rollout.name=native or hf.")
-        )
+        found.append(error(key, "The data has videos, which vLLM is not given. Set it to native or hf."))
     if config.reward_model.enable and config.reward_model.model.path:
         found += _reader_findings(config, config.reward_model.model, "reward_model.model", "reward model")
     if has_critic(config):
@@ -62,13 +60,14 @@ def _reader_findings(config: PpoConfig, model: ModelConfig, key: str, role: str)
 
 def _vllm_findings(config: PpoConfig, key: str) -> list[ConfigFinding]:
     if "url" in (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}):
-        message = "The data has images, which a server (engine_kwargs.vllm.url) is not given. Remove it."
+        url = "actor_rollout_ref.rollout.engine_kwargs.vllm.url"
+        message = f"The data has images, which a server ({url}) is not given. Remove it."
         return [error(key, message)]
     kind, _ = _model_type(config.actor_rollout_ref.model)
     if kind not in FAMILIES:
         message = (
             f"The data has images, which vLLM is not given for models of the type {kind} (known: "
-            f"{', '.join(FAMILIES)}). Set rollout.name=native or hf."
+            f"{', '.join(FAMILIES)}). Set it to native or hf."
         )
         return [error(key, message)]
     return []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from strop.config.rules import error
 from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
 from strop.config.schema.training_service import TrainingServiceConfig
+from strop.preflight.device_checks import quantization_findings
 from strop.preflight.model_checks import (
     draft_findings,
     find_tokenizer,
     head_findings,
-    quantization_findings,
     reward_file_finding,
 )
 from strop.preflight.report import PreflightReport

@@ -65,14 +65,14 @@ def _saved_adapters(role: MegatronRole) -> list[ConfigFinding]:
         return [error(key, f"{file} cannot be read: {problem}")]
     found = []
     if outside:
-        found.append(error(key, f"{file}: target_modules {outside_message(role.key, outside)}"))
+        found.append(error(key, f"{file}: target_modules {outside_message(role, outside)}"))
     for option in ("lora_dropout", "use_dora", "lora_bias", "modules_to_save", "layer_replication"):
         if said.get(option):
             found.append(
                 error(
                     key,
                     f"{file} has {option}={said[option]!r}, which {role.key}.strategy=megatron does not "
-                    "have. Set strategy=fsdp.",
+                    f"have. Set {role.key}.strategy=fsdp.",
                 )
             )
     return found

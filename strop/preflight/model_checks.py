@@ -1,26 +1,18 @@
-"""Checks that several programs share: tokenizer, model folder, file of a reward function, and whether the
-run fits into the memory of this machine's devices."""
+"""Checks that several programs share: tokenizer, model folder, file of a reward function."""
 
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from strop.config.derived import engine_name, has_critic
+from strop.config.derived import has_critic
 from strop.config.policies import KEY, agent_policies, other_size
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.rules.router_replay import MODE
 from strop.config.schema.distillation import TOPK, DistillationConfig
 from strop.config.schema.model import FsdpConfig, ModelConfig
 from strop.config.schema.ppo import PpoConfig
-from strop.config.schema.trainer import TrainerConfig
-from strop.host import host_memory
-from strop.planning.advice import Advice, advise, complaint
-from strop.planning.devices import DEVICES, OTHER, Device, PlannedCluster
-from strop.planning.knobs import SettingChange, changed
-from strop.preflight.report import PreflightReport
 from strop.registry import load_attribute
 
 if TYPE_CHECKING:
@@ -28,15 +20,9 @@ if TYPE_CHECKING:
 
     from strop.config.schema.actor import ActorRolloutRefConfig
     from strop.config.schema.rollout import RolloutConfig
-    from strop.config.schema.roots import TrainingConfig
 
 EVERY_ROW_UP_TO = 50_000
 """Files of at most so many rows are measured whole when one long prompt would stop the run."""
-ACCURACY = 0.15
-"""How far a forecast may be off: a run that lacks less than this is warned of and not refused."""
-GIB = 2**30
-FP8_CAPABILITY = 8.9
-"""Compute capability of GPUs that multiply fp8."""
 
 
 def count_file_rows(paths: str | list[str], key: str) -> tuple[int | None, list[ConfigFinding]]:
@@ -251,91 +237,6 @@ def remote_file_findings(url: str | list[str] | None) -> list[ConfigFinding]:
     return []
 
 
-def examine_memory(config: TrainingConfig, report: PreflightReport) -> None:
-    """Add what the planner says about the devices of this machine."""
-    device = None
-    if config.trainer.memory_check != "off":
-        device = local_device(config.trainer)
-    if device is None:
-        return
-    if isinstance(config, PpoConfig):
-        rollout = config.actor_rollout_ref.rollout
-        config = changed(
-            config,
-            SettingChange(
-                "actor_rollout_ref.rollout.name", rollout.name, engine_name(rollout), "what is installed"
-            ),
-        )
-    cluster = PlannedCluster(device, config.trainer.nnodes, config.trainer.n_gpus_per_node)
-    try:
-        advice = advise(config, cluster)
-    except ValueError as problem:  # a model that the planner does not know is no reason not to run it
-        report.data["memory"] = f"not planned: {problem}"
-        return
-    peak = advice.forecast.peak
-    report.data["memory"] = (
-        f"about {peak.total / GIB:.1f} of {device.memory / GIB:.1f} GiB per device, in {peak.name}"
-    )
-    report.findings += memory_findings(advice, refuse=config.trainer.memory_check == "refuse")
-
-
-def memory_findings(advice: Advice, *, refuse: bool = True) -> list[ConfigFinding]:
-    """A refusal where no micro-batch is small enough and the lack is beyond doubt; else a warning."""
-    if advice.fits:
-        return []
-    found = advice.forecast
-    sizes = {one.key for one in found.job.passes}
-    by_size = bool(advice.changes) and all(change.key in sizes for change in advice.changes)
-    doubtful = found.peak.total <= found.memory * (1 + ACCURACY)
-    key = advice.changes[0].key if advice.changes else "trainer.n_gpus_per_node"
-    text = f"{complaint(advice)} `strop plan` shows every phase."
-    if found.job.cluster.device.is_cpu or by_size or doubtful or not refuse:
-        return [warning(key, text)]
-    return [error(key, f"{text} trainer.memory_check=warn starts it all the same.")]
-
-
-def local_device(trainer: TrainerConfig) -> Device | None:
-    """What the ranks of this machine run on; None where that cannot be found out."""
-    if trainer.device in ("auto", "cuda"):
-        gpu = _gpu()
-        if gpu is not None or trainer.device == "cuda":
-            return gpu
-    if trainer.device not in ("auto", "cpu"):
-        return None
-    memory = host_memory() // max(1, trainer.n_gpus_per_node)
-    return dataclasses.replace(DEVICES["cpu"], memory=memory)
-
-
-def quantization_findings(key: str, rollout: RolloutConfig, device: str) -> list[ConfigFinding]:
-    """An error if the native engine is to sample with fp8 weights, or an fp8 KV cache, on a machine whose
-    first GPU has no fp8, or that has none."""
-    remedies = {}
-    if rollout.quantization == "fp8":
-        remedies["quantization"] = "quantization=int8 or null"
-    if rollout.kv_cache_dtype == "fp8":
-        remedies["kv_cache_dtype"] = "kv_cache_dtype=auto"
-    if not remedies or engine_name(rollout) != "native" or device == "cpu":
-        return []
-    if rollout.nnodes:  # the engines are on other machines
-        return []
-    found = _query_gpu("name,compute_cap")
-    if found is None and device == "auto":  # on a CPU plain torch reads an fp8 KV cache
-        remedies.pop("kv_cache_dtype", None)
-    if found is None:
-        missing = "this machine has none (nvidia-smi does not answer)"
-    else:
-        name, capability = found.rsplit(",", 1)
-        if not capability.strip()[:1].isdigit() or float(capability) >= FP8_CAPABILITY:
-            return []
-        missing = f"{name.strip()} has {capability.strip()}"
-    findings = []
-    for name, remedy in remedies.items():
-        needed = f"fp8 needs a GPU with compute capability {FP8_CAPABILITY} or more"
-        message = f"{needed}, but {missing}. Set {remedy}."
-        findings.append(error(f"{key}.{name}", message, about_machine=True))
-    return findings
-
-
 def draft_findings(key: str, rollout: RolloutConfig, model: ModelConfig) -> list[ConfigFinding]:
     """An error if the draft model of the native engine has another vocabulary than the policy, or cannot be
     read; or if the policy has no head for rollout.speculation.mtp."""
@@ -361,30 +262,3 @@ def draft_findings(key: str, rollout: RolloutConfig, model: ModelConfig) -> list
         return []
     message = f"{path} has a vocabulary of {sizes[0]} tokens, the policy one of {sizes[1]}."
     return [error(key, f"{message} Give a model with the same tokenizer, or null.")]
-
-
-def _query_gpu(fields: str) -> str | None:
-    """What nvidia-smi says about the first GPU. It is used because torch would create a CUDA context, which
-    takes memory."""
-    command = ("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-        return output.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
-
-
-def _gpu() -> Device | None:
-    """The first GPU."""
-    found = _query_gpu("name,memory.total")
-    if found is None or "," not in found:
-        return None
-    name, memory = found.rsplit(",", 1)
-    if not memory.strip().isdigit():  # "[N/A]": a GPU without memory of its own, such as that of a DGX Spark
-        return None
-    similar = DEVICES[OTHER]
-    for key, known in DEVICES.items():
-        if key.split("-")[0] in name.lower():
-            similar = known
-            break
-    return dataclasses.replace(similar, name=name.strip().lower(), memory=int(memory) * 2**20)

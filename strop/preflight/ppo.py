@@ -23,6 +23,7 @@ from strop.data.prompts import ToolListing, build_chat
 from strop.data.report import SAMPLE, DataReport, SourceReport
 from strop.data.schema import RowFields
 from strop.models.vision.processor import processor_loader
+from strop.preflight.device_checks import quantization_findings
 from strop.preflight.image_checks import image_findings
 from strop.preflight.megatron_checks import megatron_findings
 from strop.preflight.model_checks import (
@@ -35,7 +36,6 @@ from strop.preflight.model_checks import (
     native_obstacle,
     policy_findings,
     ppo_expert_findings,
-    quantization_findings,
     remote_file_findings,
     reward_file_finding,
     teacher_tokenizer_findings,
@@ -60,7 +60,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 UNUSED_TOOLS = (
     "tools are configured, but no row names an agent_name that uses them, so single_turn_agent answers and "
     "no tool is called. Add agent_name=tool_agent to the rows, or set "
-    "rollout.agent.default_agent_loop=tool_agent."
+    f"{ROLLOUT}.agent.default_agent_loop=tool_agent."
 )
 
 

@@ -25,8 +25,29 @@ USAGE = (
 )
 
 
+HELP = f"""usage: {USAGE}
+
+Memory and time of every phase of a step, computed on any machine. Devices and models need not be here.
+
+  --gpu NAME          {", ".join(DEVICES)}, or the memory of another one, such as 80GiB; without it {OTHER}
+  --nodes N           machines; without it trainer.nnodes
+  --gpus-per-node M   GPUs of each machine; without it trainer.n_gpus_per_node
+  --json              the plan for a program
+
+Exit status 0: the run fits. 1: it does not, and the plan says what to set.
+
+example: strop plan sft model.path=qwen2.5-7b --gpu 4090 --gpus-per-node 4
+
+strop config show sft_trainer      every key of sft, its default and what it does (also ppo, rm, dpo)
+strop config explain KEY           everything about one key
+"""
+
+
 def run(arguments: Sequence[str]) -> int:
     """0: it fits; 1: it does not, and the plan says what to set."""
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(HELP)
+        return 0
     rest, given = _options(list(arguments))
     root = ROOTS["ppo"]
     if rest and rest[0] in ROOTS:

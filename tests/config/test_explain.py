@@ -69,6 +69,39 @@ def test_explain_says_why_a_key_does_nothing():
     assert "none; files are read once" in explain("data.use_shm")
 
 
+@pytest.mark.parametrize(
+    "short, key",
+    [
+        ("clip_ratio", "actor_rollout_ref.actor.clip_ratio"),
+        ("actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio"),
+        ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("use_kl_loss", "actor_rollout_ref.actor.use_kl_loss"),
+        ("save_freq", "trainer.save_freq"),
+    ],
+)
+def test_explain_takes_the_end_of_a_key(short, key):
+    assert explain(short) == explain(key) and explain(key).startswith(f"{key}\n")
+
+
+def test_explain_lists_the_keys_with_the_same_end():
+    text = explain("lora_rank")
+    assert text.startswith("4 keys end in lora_rank;")
+    for line in (
+        "actor_rollout_ref.model.lora_rank: Rank of LoRA adapters",
+        "critic.model.lora_rank: Rank",
+        "reward_model.model.lora_rank: no effect: the reward model is not trained",
+        "model.lora_rank: Rank",
+    ):
+        assert f"\n{line}" in text
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.mtp.enable_train", "model.mtp.enable_rollout"])
+def test_explain_says_what_mtp_heads_can_do(key):
+    text = explain(key)
+    assert "training of multi-token prediction heads is not supported" in text
+    assert "actor_rollout_ref.rollout.speculation.mtp" in text
+
+
 def test_explain_suggests():
     with pytest.raises(ValueError, match=r"actor_rollout_ref\.actor\.clip_ratio"):
         explain("actor_rollout_ref.actor.clip_ration")

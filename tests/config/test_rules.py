@@ -405,7 +405,8 @@ def test_transports_of_weights_that_are_not_there():
             and "naive" in message
             and "file" in message
         )
-    assert "nccl has no effect without rollout.nnodes" in warnings(f"{path}.backend=nccl")[f"{path}.backend"]
+    ignored = warnings(f"{path}.backend=nccl")[f"{path}.backend"]
+    assert "nccl has no effect without actor_rollout_ref.rollout.nnodes" in ignored
     own = f"+{path}.engine_kwargs.folder=/shared"
     assert found(rollout, f"{path}.backend=file", own) == []
     assert (
@@ -465,7 +466,7 @@ def test_which_engines_sample_with_quantised_weights(overrides, message):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["kv_cache_dtype=fp8", "name=hf"], "Set name=native"),
+        (["kv_cache_dtype=fp8", "name=hf"], "Set actor_rollout_ref.rollout.name=native"),
         (["kv_cache_dtype=fp-8"], "Did you mean 'fp8'"),
         (["kv_cache_dtype=fp8"], None),
         (["kv_cache_dtype=fp8_e5m2", "name=vllm", "+engine_kwargs.vllm.python=python"], None),
@@ -524,7 +525,7 @@ def test_vespo_multiplies_the_weights_of_tokens() -> None:
     correction = "algorithm.rollout_correction"
     vespo = "actor_rollout_ref.actor.policy_loss.loss_mode=vespo"
     rollout_is = f"{correction}.rollout_is"
-    assert "rollout_is=token" in errors(vespo, f"{rollout_is}=sequence")[rollout_is]
+    assert "Set it to token" in errors(vespo, f"{rollout_is}=sequence")[rollout_is]
     normalized = f"{correction}.rollout_is_batch_normalize"
     found = errors(vespo, f"{rollout_is}=token", f"{normalized}=true")
     assert "Set it to false" in found[normalized]

@@ -82,6 +82,46 @@ def test_a_model_that_no_setting_fits_is_hopeless_and_more_devices_are_named():
     assert larger.fits or larger.changes
 
 
+SMALL_GPU = ("actor_rollout_ref.model.path=qwen2.5-1.5b", TOKENS)
+ADAPTER_CASES = [
+    ("ppo_trainer", SMALL_GPU, "24GiB", "LoRA"),
+    ("ppo_trainer", (TOKENS, "algorithm.adv_estimator=gae"), "a100-40", "QLoRA"),
+    ("ppo_trainer", (TOKENS,), "h100", "LoRA"),
+    ("sft_trainer", ("model.path=qwen2.5-7b",), "4090", "QLoRA"),
+    ("dpo_trainer", ("model.path=qwen2.5-7b",), "a100-40", "LoRA"),
+    ("rm_trainer", ("model.path=qwen2.5-0.5b",), "8GiB", "LoRA"),
+]
+
+
+@pytest.mark.parametrize("root, overrides, gpu, kind", ADAPTER_CASES)
+def test_adapters_with_which_a_run_fits_are_named(root, overrides, gpu, kind):
+    config = configured(*overrides, root=root)
+    where = cluster(gpu, per_node=1)
+    advice = advise(config, where)
+    assert advice.hopeless
+    keys_of = " ".join(map(str, advice.adapters))
+    assert f"With {kind} it fits these devices: set {keys_of}." in complaint(advice)
+    assert advise(changed(config, *advice.adapters), where).fits
+    only_lora = [change for change in advice.adapters if not change.key.endswith(".quantization")]
+    assert advise(changed(config, *only_lora), where).fits == (kind == "LoRA")
+
+
+@pytest.mark.parametrize(
+    "overrides, where",
+    [
+        ((MODEL.replace("7B", "72B"), TOKENS), cluster("24GiB", per_node=1)),
+        (
+            (TOKENS, "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2"),
+            cluster("16GiB", per_node=2),
+        ),
+        ((TOKENS, "actor_rollout_ref.rollout.quantization=int8"), cluster("16GiB", per_node=1)),
+    ],
+)
+def test_adapters_that_do_not_fit_or_are_not_possible_are_not_named(overrides, where):
+    advice = advise(configured(*overrides), where)
+    assert not advice.fits and not advice.adapters and "LoRA" not in complaint(advice)
+
+
 def test_rooms_for_larger_micro_batches_fit():
     config = configured(TOKENS)
     advice = advise(config, cluster())

@@ -10,7 +10,9 @@ from strop.cli import dispatch
 from strop.config.compose import load
 from strop.planning.advice import advise
 from strop.planning.devices import PlannedCluster, device_of
-from strop.preflight.model_checks import local_device, memory_findings
+from strop.preflight import device_checks
+from strop.preflight.device_checks import examine_memory, local_device, memory_findings
+from strop.preflight.report import PreflightReport
 
 MODEL = "actor_rollout_ref.model.path=qwen2.5-7b"
 
@@ -21,7 +23,7 @@ def test_a_plan_that_fits_gives_zero_and_a_table(capsys):
     )
     said = capsys.readouterr().out
     assert said.startswith("1 x 8 h100 (79.1 GiB each): actor 7.6B\n")
-    for word in ("load", "rollout", "update_actor", "sync", "save", "\nfits\n", "each knob alone"):
+    for word in ("load", "rollout", "update_actor", "sync", "save", "\nfits\n", "each key alone"):
         assert word in said
 
 
@@ -29,6 +31,26 @@ def test_a_plan_that_does_not_fit_gives_one_and_says_what_to_set(capsys):
     assert dispatch(["plan", "sft", "model.path=llama-3-8b", "--gpu", "24GiB", "--gpus-per-node", "8"]) == 1
     said = capsys.readouterr().out
     assert "does not fit: update needs" in said and "Set model.fsdp_config.offload_policy=true" in said
+
+
+@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"], [MODEL, "-h"]])
+def test_help_names_gpus_and_options(capsys, words):
+    assert dispatch(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    for word in ("usage: strop plan [ppo|sft|rm|dpo]", "--gpu", "h200", "4090", "80GiB", "--nodes", "--json"):
+        assert word in said
+
+
+def test_adapters_that_fit_are_named(capsys):
+    base = ["examples/recipes/base.yaml", "actor_rollout_ref.model.path=qwen2.5-1.5b", "--gpu", "24GiB"]
+    assert dispatch(["plan", *base]) == 1
+    said = capsys.readouterr().out
+    assert "With LoRA it fits these devices: set actor_rollout_ref.model.lora_rank=32." in said
+    assert dispatch(["plan", *base, "actor_rollout_ref.model.lora_rank=32"]) == 0
+    capsys.readouterr()
+    assert dispatch(["plan", "sft", "model.path=qwen2.5-7b", "--gpu", "4090", "--json"]) == 1
+    values = json.loads(capsys.readouterr().out)
+    assert [change["key"] for change in values["adapters"]] == ["model.lora_rank", "model.quantization"]
 
 
 def test_values_for_programs(capsys):
@@ -91,6 +113,30 @@ def test_the_processes_of_a_cpu_share_its_memory(monkeypatch):
     trainer.n_gpus_per_node = 2
     half = local_device(trainer)
     assert half is not None and half.memory == whole.memory // 2
+
+
+@pytest.mark.parametrize(
+    "root, key", [("ppo_trainer", "actor_rollout_ref.model.path"), ("sft_trainer", "model.path")]
+)
+def test_without_a_gpu_a_large_model_is_sent_to_the_planner(monkeypatch, root, key):
+    monkeypatch.setattr(device_checks, "_query_gpu", lambda fields: None)
+    monkeypatch.setattr(device_checks, "host_memory", lambda: 24 * 2**30)
+
+    def findings(*overrides):
+        report = PreflightReport(root)
+        examine_memory(
+            load(root, [f"{key}=qwen2.5-7b", "trainer.n_gpus_per_node=8", *overrides]).config, report
+        )
+        return report.findings
+
+    [found] = findings()
+    assert found.level == "warning" and found.key == "trainer.device"
+    assert "there is no GPU here" in found.message and "such devices" not in found.message
+    assert f"`strop plan {root.partition('_')[0]} ... --gpu NAME`" in found.message
+    assert "each of the 8 processes on the CPU would have 3.0 GiB" in found.message
+    assert "4090" in found.message and "80GiB" in found.message
+    [chosen] = findings("trainer.device=cpu")
+    assert "the device has 3.0" in chosen.message
 
 
 def test_the_gpu_is_asked_of_its_driver(monkeypatch, tmp_path):

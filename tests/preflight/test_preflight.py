@@ -20,7 +20,7 @@ from strop.config.schema.trainer import TrainerConfig
 from strop.data.files import open_rows
 from strop.data.make import write
 from strop.data.selection import select_rows
-from strop.preflight import model_checks
+from strop.preflight import device_checks, model_checks
 from strop.preflight.examine import examine, main, require
 from tests.config.test_seeds import COMMAND
 
@@ -402,32 +402,53 @@ def test_mtp_needs_a_head_in_the_files_of_the_policy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "answer, message",
+    "answer, message, level",
     [
-        (None, "this machine has none"),
-        ("NVIDIA A100, 8.0", "NVIDIA A100 has 8.0"),
-        ("NVIDIA H200, 9.0", None),
+        (None, "this machine has none", "warning"),
+        ("NVIDIA A100, 8.0", "NVIDIA A100 has 8.0", "error"),
+        ("NVIDIA H200, 9.0", None, None),
     ],
 )
-def test_fp8_needs_a_device_that_has_it(monkeypatch, answer, message):
-    monkeypatch.setattr(model_checks, "_query_gpu", lambda fields: answer)
+def test_fp8_needs_a_device_that_has_it(monkeypatch, answer, message, level):
+    monkeypatch.setattr(device_checks, "_query_gpu", lambda fields: answer)
     rollout = RolloutConfig(quantization="fp8")
-    found = model_checks.quantization_findings("rollout", rollout, "auto")
+    found = device_checks.quantization_findings("rollout", rollout, "auto")
     assert [finding.key for finding in found] == ["rollout.quantization"] * (message is not None)
-    assert all(message in finding.message for finding in found)
+    assert all(message in finding.message and finding.level == level for finding in found)
     cache = RolloutConfig(kv_cache_dtype="fp8")
     for device, missing in (("auto", answer is not None and message), ("cuda", message), ("cpu", None)):
-        found = model_checks.quantization_findings("rollout", cache, device)
+        found = device_checks.quantization_findings("rollout", cache, device)
         assert [finding.key for finding in found] == ["rollout.kv_cache_dtype"] * bool(missing)
-        assert all("kv_cache_dtype=auto" in finding.message for finding in found)
+        assert all("rollout.kv_cache_dtype=auto" in finding.message for finding in found)
+
+
+def test_without_a_gpu_fp8_is_checked_and_does_not_run(monkeypatch, overrides, capsys):
+    """`strop check` may run on a machine that only starts jobs; a run needs the GPU here."""
+    monkeypatch.setattr(device_checks, "_query_gpu", lambda fields: None)
+    key = "actor_rollout_ref.rollout.quantization"
+    assert main("ppo_trainer", [*overrides, f"{key}=fp8"]) == 0
+    said = capsys.readouterr().out
+    assert f"warning  {key}: fp8 needs a GPU" in said and "ready to run" in said
+    with pytest.raises(ValueError, match="but this machine has none"):
+        require(load("ppo_trainer", [*overrides, f"{key}=fp8"]))
+    assert main("ppo_trainer", [*overrides, f"{key}=fp8", "trainer.device=cpu"]) == 1
+
+
+def test_a_gpu_that_is_demanded_and_not_here_is_noted(monkeypatch, overrides):
+    monkeypatch.setattr(device_checks, "_query_gpu", lambda fields: None)
+    report = examined(overrides, "trainer.device=cuda")
+    assert report.ok and any("no GPU here" in notice for notice in report.notices)
+    assert not any("GPU" in notice for notice in examined(overrides, "trainer.device=auto").notices)
+    monkeypatch.setattr(device_checks, "_query_gpu", lambda fields: "NVIDIA H200, 143771")
+    assert not any("GPU" in notice for notice in examined(overrides, "trainer.device=cuda").notices)
 
 
 def test_a_gpu_that_does_not_tell_its_memory_is_no_error(monkeypatch):
     """nvidia-smi answers so where GPU and host share their memory (DGX Spark, Jetson)."""
-    monkeypatch.setattr(model_checks, "_query_gpu", lambda fields: "NVIDIA GB10, [N/A]")
-    assert model_checks.local_device(TrainerConfig(device="cuda")) is None
-    assert model_checks.local_device(TrainerConfig()).is_cpu
-    assert not model_checks.quantization_findings("rollout", RolloutConfig(quantization="fp8"), "cuda")
+    monkeypatch.setattr(device_checks, "_query_gpu", lambda fields: "NVIDIA GB10, [N/A]")
+    assert device_checks.local_device(TrainerConfig(device="cuda")) is None
+    assert device_checks.local_device(TrainerConfig()).is_cpu
+    assert not device_checks.quantization_findings("rollout", RolloutConfig(quantization="fp8"), "cuda")
 
 
 def test_a_template_with_a_token_that_the_model_does_not_know(overrides, task, tmp_path):

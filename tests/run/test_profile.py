@@ -231,7 +231,7 @@ def test_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert found.levers[0].what.startswith("scoring") and "num_workers" in found.levers[0].turn
     assert main([str(run)]) == 0
     told = capsys.readouterr().out
-    assert told.index("reward ") < told.index("gen ") and "levers, the largest first" in told
+    assert told.index("reward ") < told.index("gen ") and "what to change, the largest gain first" in told
     with pytest.raises(ValueError, match="has no training steps"):
         report(rows(tmp_path / "empty", []))
 

@@ -48,13 +48,23 @@ _FUSED = "log-probs and entropy are always computed without keeping the logits"
 _NO_PADDING = "sequences are packed; nothing is padded to a length"
 _ASCEND = "Ascend devices are not supported"
 _QAT = "quantization-aware training is not supported; train in bf16 and quantize the exported model"
-_MTP = "multi-token prediction is not supported"
+_MTP = (
+    "training of multi-token prediction heads is not supported; to sample with the head of the weights set "
+    "actor_rollout_ref.rollout.speculation.mtp"
+)
+_SERVER = "the url in actor_rollout_ref.rollout.engine_kwargs.vllm or .sglang names a server"
 _SKIP = "use trainer.record_steps and strop replay"
 _HOOKS = "traces are written to global_profiler.save_path; run your command after the run"
 _SCHEDULE = "global_profiler.steps chooses the steps"
-_FUNCTION_TOOLS = "list functions in multi_turn.tool_config_path, as tools: [{function: my_tools.py:add}]"
+_FUNCTION_TOOLS = (
+    "list functions in actor_rollout_ref.rollout.multi_turn.tool_config_path, as tools: "
+    "[{function: my_tools.py:add}]"
+)
 _DISTILLATION = "distillation.enabled is not true"
-_ONE_POOL = "async training has one engine pool: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
+_ONE_POOL = (
+    "async training has one engine pool: actor_rollout_ref.rollout.nnodes and "
+    "actor_rollout_ref.rollout.n_gpus_per_node"
+)
 _OTHER_OPTIMIZER = "an option of the Megatron, torchtitan, VeOmni or AutoModel optimizer"
 _ASYNC_BOUND = "trainer.async_training.max_policy_age limits how far sampling runs ahead"
 
@@ -70,18 +80,20 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("*function_tool_path", _FUNCTION_TOOLS, ()),
     WithoutEffect(
         "*.checkpoint_engine.custom_backend_module",
-        "choose a transport with checkpoint_engine.backend",
+        "choose a transport with actor_rollout_ref.rollout.checkpoint_engine.backend",
         (),
     ),
-    WithoutEffect("trainer.v1.sampler.custom_sampler.*", "set data.sampler.class_path and class_name", ()),
+    WithoutEffect(
+        "trainer.v1.sampler.custom_sampler.*", "set data.sampler.class_path and data.sampler.class_name", ()
+    ),
     WithoutEffect(
         "algorithm.rollout_correction.rollout_rs_threshold_lower",
-        "write both bounds in rollout_rs_threshold, as low_high",
+        "write both bounds in algorithm.rollout_correction.rollout_rs_threshold, as low_high",
         (),
     ),
     WithoutEffect(
         "algorithm.rollout_correction.rollout_token_veto_threshold",
-        "use rollout_rs with seq_max_k2 or seq_max_k3",
+        "use algorithm.rollout_correction.rollout_rs with seq_max_k2 or seq_max_k3",
         (),
     ),
     WithoutEffect("data.mm_processor_kwargs", "arguments of the image processor are not passed on", ({},)),
@@ -113,9 +125,9 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("*optim.store_*", _OTHER_OPTIMIZER),
     WithoutEffect("*optim.use_*", _OTHER_OPTIMIZER),
     WithoutEffect("*optim.name", _OTHER_OPTIMIZER),
-    WithoutEffect("*optim.decay_type", _OTHER_OPTIMIZER + "; set lr_scheduler_type"),
-    WithoutEffect("*optim.min_lr_factor", _OTHER_OPTIMIZER + "; set min_lr_ratio"),
-    WithoutEffect("*optim.lr_min", _OTHER_OPTIMIZER + "; set min_lr_ratio"),
+    WithoutEffect("*optim.decay_type", _OTHER_OPTIMIZER + "; set lr_scheduler_type of the optimizer"),
+    WithoutEffect("*optim.min_lr_factor", _OTHER_OPTIMIZER + "; set min_lr_ratio of the optimizer"),
+    WithoutEffect("*optim.lr_min", _OTHER_OPTIMIZER + "; set min_lr_ratio of the optimizer"),
     WithoutEffect("*optim.lr_start", _OTHER_OPTIMIZER),
     WithoutEffect("*optim.init_lr_ratio", _OTHER_OPTIMIZER),
     WithoutEffect("*optim.lr_decay_ratio", _OTHER_OPTIMIZER + "; set total_training_steps of the optimizer"),
@@ -123,7 +135,11 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("*entropy_from_logits_chunk_size", _FUSED),
     WithoutEffect("*pad_to_length*", _NO_PADDING),
     WithoutEffect("*checkpoint.strict", "a checkpoint is complete, or it is refused"),
-    WithoutEffect("*model.torch_dtype", "set fsdp_config.model_dtype and fsdp_config.dtype"),
+    WithoutEffect(
+        "actor_rollout_ref.model.torch_dtype",
+        "set actor_rollout_ref.actor.fsdp_config.model_dtype and actor_rollout_ref.actor.fsdp_config.dtype",
+    ),
+    WithoutEffect("*model.torch_dtype", "set model.fsdp_config.model_dtype and model.fsdp_config.dtype"),
     WithoutEffect("*rollout.mtp", _MTP),
     WithoutEffect("*rollout.mtp.*", _MTP),
     WithoutEffect("critic.loss_scale_factor", "the critic uses actor_rollout_ref.actor.loss_scale_factor"),
@@ -134,11 +150,15 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("*rollout.trace.*", "trajectories are kept in full; see trainer.rollout_data_dir"),
     WithoutEffect("*rollout.full_determinism", "set actor_rollout_ref.actor.fsdp_config.full_determinism"),
     WithoutEffect("*rollout.moe_*", "the engine has no settings of its own for experts"),
-    WithoutEffect("*rollout.server", "engine_kwargs.vllm.url or engine_kwargs.sglang.url name a server"),
-    WithoutEffect("*rollout.server.*", "engine_kwargs.vllm.url or engine_kwargs.sglang.url name a server"),
+    WithoutEffect("*rollout.server", _SERVER),
+    WithoutEffect("*rollout.server.*", _SERVER),
     WithoutEffect("*rollout.sglang_rollout_mode", "the engine always has an asynchronous interface"),
-    WithoutEffect("*rollout.single_turn_response_length", "response_length limits all turns together"),
-    WithoutEffect("*rollout.standalone_gpu_memory_utilization", "set gpu_memory_utilization"),
+    WithoutEffect(
+        "*rollout.single_turn_response_length", "data.max_response_length limits all turns together"
+    ),
+    WithoutEffect(
+        "*rollout.standalone_gpu_memory_utilization", "set actor_rollout_ref.rollout.gpu_memory_utilization"
+    ),
     WithoutEffect("*rollout.limit_images", "the engine takes all images of a prompt"),
     # Asynchronous training.
     WithoutEffect("trainer.use_v1", "there is one trainer"),
@@ -148,9 +168,13 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("trainer.v1.*", "trainer.async_training has the settings of asynchronous training"),
     WithoutEffect("trainer.async_training.use_dynamic_resource_scheduling", _ONE_POOL),
     WithoutEffect("trainer.async_training.dynamic_schedule_*", _ONE_POOL),
-    WithoutEffect("trainer.async_training.concurrent_samples_per_replica", "set rollout.max_num_seqs"),
+    WithoutEffect(
+        "trainer.async_training.concurrent_samples_per_replica", "set actor_rollout_ref.rollout.max_num_seqs"
+    ),
     WithoutEffect("trainer.async_training.use_trainer_do_validate", "the engine of the run validates"),
-    WithoutEffect("trainer.async_training.checkpoint_engine*", "set rollout.checkpoint_engine"),
+    WithoutEffect(
+        "trainer.async_training.checkpoint_engine*", "set actor_rollout_ref.rollout.checkpoint_engine"
+    ),
     WithoutEffect("rollout.n", "set actor_rollout_ref.rollout.n"),
     WithoutEffect("transfer_queue.*", "batches already stay out of the driver"),
     # Data and dynamic sampling.

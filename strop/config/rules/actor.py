@@ -49,8 +49,8 @@ def clip_ratio(loaded: Loaded[PpoConfig]) -> Findings:
     if not low == high == actor.clip_ratio:
         yield warning(
             f"{ACTOR}.clip_ratio",
-            f"{actor.clip_ratio:g} has no effect: clip_ratio_low={low:g} and clip_ratio_high={high:g} are "
-            "set instead.",
+            f"{actor.clip_ratio:g} has no effect: {ACTOR}.clip_ratio_low={low:g} and "
+            f"{ACTOR}.clip_ratio_high={high:g} are set instead.",
         )
 
 
@@ -97,7 +97,8 @@ def reference_model(loaded: Loaded[PpoConfig]) -> Findings:
             "actor_rollout_ref.model.lora_adapter_path",
             f"the reference is the model without the adapter {group.model.lora_adapter_path}, so the KL is "
             "not 0 when the training begins, and pulls towards the model before that adapter. For the KL to "
-            "the model with it, merge the adapter into model.path first, and set lora_rank.",
+            "the model with it, merge the adapter into actor_rollout_ref.model.path first, and set "
+            "actor_rollout_ref.model.lora_rank.",
         )
 
 
@@ -135,8 +136,8 @@ def dropout_rates(section: str, model: ModelConfig) -> Findings:
             yield error(
                 f"{section}.override_config.{name}",
                 f"{rate:g}, but models are trained without dropout: with it, the policy that is trained "
-                "would not be the policy that sampled. Set 0; weight_decay regularises, and in supervised "
-                "training lora_dropout.",
+                "would not be the policy that sampled. Set 0; the weight decay of the optimizer "
+                "regularises, and in supervised training model.lora_dropout.",
             )
 
 
@@ -168,8 +169,9 @@ def quantization(loaded: Loaded[PpoConfig]) -> Findings:
     if group.model.quantization and group.rollout.quantization and engine_name(group.rollout) == "native":
         yield error(
             "actor_rollout_ref.rollout.quantization",
-            f"{group.rollout.quantization} with model.quantization={group.model.quantization}: the native "
-            "engine samples from the 4-bit weights. Set rollout.quantization=null.",
+            f"{group.rollout.quantization} with actor_rollout_ref.model.quantization="
+            f"{group.model.quantization}: the native engine samples from the 4-bit weights. Set "
+            "actor_rollout_ref.rollout.quantization=null.",
         )
 
 
@@ -183,13 +185,13 @@ def four_bit_weights(section: str, model: ModelConfig, devices: int) -> Findings
         yield error(
             key,
             f"{value} without LoRA: 4-bit weights are frozen, so nothing could be trained. Set "
-            f"{section}.lora_rank (for instance 32), or quantization=null.",
+            f"{section}.lora_rank (for instance 32), or {key}=null.",
         )
     if devices > 1:
         yield error(
             key,
             f"{value} on {devices} devices: 4-bit weights are not sharded. Use one device, or "
-            "quantization=null, with which FSDP2 divides the weights.",
+            f"{key}=null, with which FSDP2 divides the weights.",
         )
 
 
@@ -236,7 +238,8 @@ def reference_pool(loaded: Loaded[PpoConfig]) -> Findings:
     if ref.nnodes and not has_reference(config):
         yield warning(
             key,
-            f"{ref.nnodes}, but the run has no reference (algorithm.use_kl_in_reward, actor.use_kl_loss).",
+            f"{ref.nnodes}, but the run has no reference (algorithm.use_kl_in_reward, "
+            "actor_rollout_ref.actor.use_kl_loss).",
         )
     elif ref.nnodes and uses_lora(config):
         yield error(

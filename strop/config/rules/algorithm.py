@@ -63,14 +63,14 @@ def filter_groups(loaded: Loaded[PpoConfig]) -> Findings:
     if groups.enable and loaded.config.actor_rollout_ref.rollout.n == 1:
         yield error(
             "algorithm.filter_groups.enable",
-            "dynamic sampling compares the samples of one prompt; set rollout.n above 1.",
+            "dynamic sampling compares the samples of one prompt; set actor_rollout_ref.rollout.n above 1.",
         )
     data = loaded.config.data
     if not groups.enable and data.gen_batch_size not in (None, data.train_batch_size):
         yield warning(
             "data.gen_batch_size",
             f"{data.gen_batch_size} has no effect without algorithm.filter_groups.enable=true: a step has "
-            f"train_batch_size={data.train_batch_size} prompts.",
+            f"data.train_batch_size={data.train_batch_size} prompts.",
         )
     yield from ordered_pair("algorithm.filter_groups.range", groups.range)
 
@@ -110,7 +110,8 @@ def bypass_mode(loaded: Loaded[PpoConfig]) -> Findings:
             LOSS_MODE,
             f"{loss_mode} has no effect with algorithm.rollout_correction.bypass_mode=true, which trains "
             f"loss_type={correction.loss_type}. For {loss_mode} with the engine's log-probs as the old ones "
-            "set bypass_mode=false and actor_rollout_ref.actor.use_rollout_log_probs=true.",
+            "set algorithm.rollout_correction.bypass_mode=false and "
+            "actor_rollout_ref.actor.use_rollout_log_probs=true.",
         )
     if correction.rollout_is_batch_normalize:
         yield error(
@@ -131,7 +132,7 @@ def weights_of_vespo(loaded: Loaded[PpoConfig]) -> Findings:
         yield error(
             "algorithm.rollout_correction.rollout_is",
             "sequence with loss_mode=vespo: every token has the weight of its sequence, and vespo multiplies "
-            "the weights of tokens, so it would count once per token. Set rollout_is=token, or null with "
+            "the weights of tokens, so it would count once per token. Set it to token, or to null with "
             "actor_rollout_ref.actor.use_rollout_log_probs=true.",
         )
     if correction.rollout_is and correction.rollout_is_batch_normalize:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from strop.config.schema.ppo import PpoConfig
 
 ASYNC = "trainer.async_training"
-OVER_SAMPLING = "actor_rollout_ref.rollout.over_sampling"
+ROLLOUT = "actor_rollout_ref.rollout"
+OVER_SAMPLING = f"{ROLLOUT}.over_sampling"
 KEYS_OF_OVER_SAMPLING = ("max_policy_age", "use_rollout_log_probs", "compute_prox_log_prob")
 """Keys of trainer.async_training that over-sampling reads too."""
 
@@ -61,13 +62,13 @@ def _over_sampling(config: PpoConfig) -> Findings:
             OVER_SAMPLING,
             f"{factor:g} with {ASYNC}.enable={str(settings.enable).lower()} and partial_rollout="
             f"{str(settings.partial_rollout).lower()}: both start prompts of later steps. Set "
-            f"over_sampling=1, or {ASYNC}.enable=false and {ASYNC}.partial_rollout=false.",
+            f"{OVER_SAMPLING}=1, or {ASYNC}.enable=false and {ASYNC}.partial_rollout=false.",
         )
     if settings.max_policy_age == 0:
         yield error(
             OVER_SAMPLING,
             f"{factor:g} trains on answers that older weights began, but {ASYNC}.max_policy_age=0 forbids "
-            "them. Set max_policy_age to at least 1, or over_sampling=1.",
+            f"them. Set {ASYNC}.max_policy_age to at least 1, or {OVER_SAMPLING}=1.",
         )
     prompts = config.data.train_batch_size
     if config.algorithm.filter_groups.enable:
@@ -81,8 +82,9 @@ def _over_sampling(config: PpoConfig) -> Findings:
     if rollout.multi_turn.enable or rollout.agent.command is not None:
         yield error(
             OVER_SAMPLING,
-            f"{factor:g} with multi_turn.enable=true or agent.command: a conversation cannot be cut and "
-            f"saved. Set over_sampling=1, and {ASYNC}.partial_rollout=true to sample conversations ahead.",
+            f"{factor:g} with conversations ({ROLLOUT}.multi_turn.enable=true or {ROLLOUT}.agent.command), "
+            f"which cannot be cut and saved. Set {OVER_SAMPLING}=1, and {ASYNC}.partial_rollout=true to "
+            "sample conversations ahead.",
         )
 
 
@@ -117,8 +119,8 @@ def _batches_per_step(config: PpoConfig) -> Findings:
         yield error(
             f"{ASYNC}.require_batches",
             f"{batches} mini-batches of ppo_mini_batch_size={mini} make a step of {batches * mini} prompts, "
-            f"but data.train_batch_size={prompts}. Set it to {batches * mini}, or leave require_batches "
-            "unset.",
+            f"but data.train_batch_size={prompts}. Set it to {batches * mini}, or leave "
+            f"{ASYNC}.require_batches unset.",
         )
 
 
@@ -128,8 +130,7 @@ def _unsupported(config: PpoConfig, plan: AsyncPlan) -> Findings:
         yield error(
             "data.sampler.class_path",
             "a curriculum chooses rows by what came of the step before, but rows are drawn ahead of "
-            f"training. Set {ASYNC}.max_policy_age=0 and rollout.over_sampling=1, or do without "
-            "data.sampler.",
+            f"training. Set {ASYNC}.max_policy_age=0 and {OVER_SAMPLING}=1, or do without data.sampler.",
         )
     rollout = config.actor_rollout_ref.rollout
     ranks = rollout.tensor_model_parallel_size
@@ -153,5 +154,5 @@ def _weight_sync_interval(config: PpoConfig, plan: AsyncPlan) -> Findings:
         yield error(
             "trainer.test_freq",
             f"{test_freq}: the engine has the weights of a step only every {every} steps "
-            f"({ASYNC}.trigger_parameter_sync_step). Set test_freq to {nearest_multiples(test_freq, every)}.",
+            f"({ASYNC}.trigger_parameter_sync_step). Set it to {nearest_multiples(test_freq, every)}.",
         )

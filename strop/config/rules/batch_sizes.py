@@ -62,7 +62,7 @@ def _mini_batches(config: PpoConfig, path: str, section: ActorConfig | CriticCon
     if (mini * n) % ranks:
         yield error(
             f"{path}.ppo_mini_batch_size",
-            f"{mini} prompts x rollout.n {n} = {mini * n} sequences cannot be shared by {ranks} ranks. Set "
+            f"{mini} prompts x {n} samples = {mini * n} sequences cannot be shared by {ranks} ranks. Set "
             f"it to {_nearest_mini_batches(mini, n, ranks)}.",
         )
     yield from _micro_batches(path, section, ranks, plan.sequences_per_device)
@@ -91,15 +91,15 @@ def _micro_batches(path: str, section: ActorConfig | CriticConfig, ranks: int, s
     if over_all is not None and per_device is not None:
         yield error(
             f"{path}.ppo_micro_batch_size",
-            f"set together with ppo_micro_batch_size_per_gpu ({over_all} over all devices, {per_device} per "
-            "device). Keep only the latter.",
+            f"{over_all} over all devices, set together with {path}.ppo_micro_batch_size_per_gpu="
+            f"{per_device}. Keep only the latter.",
         )
     elif over_all is not None and over_all % ranks:
         yield error(
             f"{path}.ppo_micro_batch_size",
             f"{over_all} sequences over all devices cannot be shared by {ranks} ranks. Set "
             f"{nearest_multiples(over_all, ranks)}, or better "
-            f"ppo_micro_batch_size_per_gpu={max(1, over_all // ranks)}.",
+            f"{path}.ppo_micro_batch_size_per_gpu={max(1, over_all // ranks)}.",
         )
     if per_device is None or section.use_dynamic_bsz:
         return

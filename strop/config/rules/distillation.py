@@ -70,7 +70,9 @@ def _loss(loaded: Loaded[PpoConfig]) -> Findings:
         config.actor_rollout_ref.ref.strategy,
     ):
         yield error(
-            f"{SECTION}.loss_mode", f"{mode} needs strategy=fsdp, not megatron. Set k3 or the strategy."
+            f"{SECTION}.loss_mode",
+            f"{mode} does not work with strategy=megatron. Set k3, or actor_rollout_ref.actor.strategy=fsdp "
+            "and actor_rollout_ref.ref.strategy=fsdp.",
         )
     floor = settings.log_prob_min_clamp
     if floor is not None and not floor < 0:

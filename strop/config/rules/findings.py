@@ -14,7 +14,8 @@ class ConfigFinding:
     key: str
     message: str
     about_machine: bool = False
-    """It is about what is installed here, and may not hold on another machine."""
+    """It is about what is installed here, and may not hold on another machine. A warning of this kind stops a
+    run, and not `strop check`."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}"
@@ -28,9 +29,9 @@ def error(key: str, message: str, *, about_machine: bool = False) -> ConfigFindi
     return ConfigFinding("error", key, message, about_machine)
 
 
-def warning(key: str, message: str) -> ConfigFinding:
+def warning(key: str, message: str, *, about_machine: bool = False) -> ConfigFinding:
     """A finding that the run survives: a setting probably does not do what was meant."""
-    return ConfigFinding("warning", key, message)
+    return ConfigFinding("warning", key, message, about_machine)
 
 
 def nearest_multiples(value: int, divisor: int) -> str:

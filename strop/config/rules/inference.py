@@ -38,7 +38,7 @@ def generation(loaded: Loaded[GenerationConfig]) -> Findings:
     if config.rollout.temperature == 0 and config.data.n_samples > 1:
         yield error(
             "data.n_samples",
-            f"{config.data.n_samples} samples at temperature 0 would all be the same. Set n_samples=1.",
+            f"{config.data.n_samples} samples at temperature 0 would all be the same. Set data.n_samples=1.",
         )
     samples = config.rollout.n
     if samples not in (1, config.data.n_samples):

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from strop.config.schema.ppo import PpoConfig
     from strop.config.schema.roots import AnySupervisedConfig
 
+ONE_PART = (
+    "reward_model.megatron.tensor_model_parallel_size=1 and "
+    "reward_model.megatron.pipeline_model_parallel_size=1"
+)
+"""The reward model is not divided."""
+
 
 @dataclass(frozen=True)
 class MegatronRole:
@@ -99,7 +105,8 @@ def megatron(loaded: Loaded[PpoConfig]) -> Findings:
     if divided > 1 and actor.strategy != "megatron":
         yield warning(
             "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
-            f"the megatron section has no effect with strategy={actor.strategy}. Set strategy=megatron.",
+            f"the megatron section has no effect with strategy={actor.strategy}. Set "
+            "actor_rollout_ref.actor.strategy=megatron.",
         )
     yield from _reward_model(config)
 
@@ -112,21 +119,21 @@ def _reward_model(config: PpoConfig) -> Findings:
             yield warning(
                 "reward_model.megatron.tensor_model_parallel_size",
                 f"no effect with reward_model.strategy={reward.strategy}: every process holds the whole "
-                "reward model. Set strategy=megatron.",
+                "reward model. Set reward_model.strategy=megatron.",
             )
         return
     if reward.enable_resource_pool:
         yield error(
             "reward_model.enable_resource_pool",
-            "true: every device of the pool holds a whole reward model. Set reward_model.megatron."
-            "tensor_model_parallel_size=1 and pipeline_model_parallel_size=1, or enable_resource_pool=false.",
+            "true: every device of the pool holds a whole reward model. Set "
+            f"{ONE_PART}, or reward_model.enable_resource_pool=false.",
         )
     if config.custom_reward_function.path:
         yield error(
             "custom_reward_function.path",
             f"{config.custom_reward_function.path} with a reward model that is divided over the ranks "
             "(reward_model.megatron): every rank would call it for all samples. Leave it out, or set "
-            "reward_model.megatron.tensor_model_parallel_size=1 and pipeline_model_parallel_size=1.",
+            f"{ONE_PART}.",
         )
     if async_plan(config).concurrent:
         yield error(
@@ -155,8 +162,8 @@ def own_balance(key: str, coefficient: float) -> Findings:
     if coefficient > 0:
         yield error(
             f"{key}.aux_loss_coef",
-            f"{coefficient:g} is the load-balancing loss of transformers over all layers. strategy=megatron "
-            "has that of Megatron, for each layer: set aux_loss_coef=0 and "
+            f"{coefficient:g} is the load-balancing loss of transformers over all layers. "
+            f"{key}.strategy=megatron has that of Megatron, for each layer: set {key}.aux_loss_coef=0 and "
             f"{key}.megatron.override_transformer_config.moe_aux_loss_coeff, with "
             "moe_router_load_balancing_type=aux_loss.",
         )
@@ -166,12 +173,13 @@ def megatron_schedule(key: str, optim: OptimConfig, strategy: str) -> Findings:
     """Keys of Megatron's schedule with another backend, or together with lr_scheduler_type."""
     given = megatron_schedule_keys(optim)
     if given and strategy != "megatron":
-        yield warning(f"{key}.{given[0]}", f"no effect with strategy={strategy}; set lr_scheduler_type.")
+        message = f"no effect with strategy={strategy}; set {key}.lr_scheduler_type."
+        yield warning(f"{key}.{given[0]}", message)
     elif given and optim.lr_scheduler_type != "constant":
         yield error(
             f"{key}.{given[0]}",
             f"{getattr(optim, given[0])} with lr_scheduler_type={optim.lr_scheduler_type}: both are "
-            "schedules. Set lr_decay_style, or take the keys of Megatron's schedule out.",
+            f"schedules. Set {key}.lr_decay_style, or take the keys of Megatron's schedule out.",
         )
 
 
@@ -202,13 +210,13 @@ def _sizes(role: MegatronRole, sizes: MegatronConfig) -> Findings:
         yield error(
             f"{role.key}.megatron.expert_tensor_parallel_size",
             f"{sizes.expert_tensor_parallel_size}: the matrices of an expert are not divided. Set 1 and a "
-            "larger expert_model_parallel_size.",
+            f"larger {role.key}.megatron.expert_model_parallel_size.",
         )
     virtual = sizes.virtual_pipeline_model_parallel_size
     if virtual is not None and virtual > 1 and stages == 1:
         yield error(
             f"{role.key}.megatron.virtual_pipeline_model_parallel_size",
-            f"{virtual} needs pipeline_model_parallel_size of at least 2. Set null.",
+            f"{virtual} needs {role.key}.megatron.pipeline_model_parallel_size of at least 2. Set null.",
         )
 
 
@@ -220,13 +228,14 @@ def _unsupported(role: MegatronRole, settings: MegatronConfig) -> Findings:
     if settings.use_dist_checkpointing and not settings.dist_checkpointing_path:
         yield error(
             f"{role.key}.megatron.use_dist_checkpointing",
-            "true, but dist_checkpointing_path is not set. Set it to the folder of a Megatron checkpoint, or "
-            "use_dist_checkpointing=false: initial weights are those of model.path.",
+            f"true, but {role.key}.megatron.dist_checkpointing_path is not set. Set that to the folder of a "
+            f"Megatron checkpoint, or this to false: initial weights are those of {role.model_key}.path.",
         )
     elif settings.dist_checkpointing_path and not settings.use_dist_checkpointing:
         yield warning(
             f"{role.key}.megatron.dist_checkpointing_path",
-            "no effect without use_dist_checkpointing=true: initial weights are those of model.path.",
+            f"no effect without {role.key}.megatron.use_dist_checkpointing=true: initial weights are those "
+            f"of {role.model_key}.path.",
         )
     yield from _balance(role.key, settings)
     if not settings.load_weight:
@@ -248,19 +257,19 @@ def _adapters(role: MegatronRole, settings: MegatronConfig) -> Findings:
         yield error(
             f"{role.model_key}.lora_dropout",
             f"{role.model.lora_dropout:g} with {role.key}.strategy=megatron: tensor-parallel ranks would "
-            "drop different inputs. Set lora_dropout=0, or strategy=fsdp.",
+            f"drop different inputs. Set {role.model_key}.lora_dropout=0, or {role.key}.strategy=fsdp.",
         )
     if role.model.quantization is not None:
         yield error(
             f"{role.model_key}.quantization",
             f"{role.model.quantization} with {role.key}.strategy=megatron: 4-bit weights are not divided. "
-            "Set null, or train on one device with strategy=fsdp.",
+            f"Set null, or train on one device with {role.key}.strategy=fsdp.",
         )
     if settings.use_dist_checkpointing:
         yield error(
             f"{role.key}.megatron.use_dist_checkpointing",
             f"true with LoRA ({role.model_key}.lora_rank): a Megatron checkpoint has no adapters. Merge it "
-            "with `strop merge`, set model.path to the result and use_dist_checkpointing=false.",
+            f"with `strop merge`, set {role.model_key}.path to the result, and set this to false.",
         )
 
 
@@ -277,14 +286,15 @@ def _targets(role: MegatronRole) -> Findings:
         )
         return
     if outside:
-        yield error(f"{role.model_key}.target_modules", outside_message(role.key, outside))
+        yield error(f"{role.model_key}.target_modules", outside_message(role, outside))
 
 
-def outside_message(key: str, modules: Sequence[str]) -> str:
+def outside_message(role: MegatronRole, modules: Sequence[str]) -> str:
     """Why modules outside the layers cannot have adapters."""
     return (
-        f"includes {', '.join(modules)} with {key}.strategy=megatron, which has adapters for the layers of "
-        "the decoder only. Leave them out (exclude_modules), or set strategy=fsdp."
+        f"includes {', '.join(modules)} with {role.key}.strategy=megatron, which has adapters for the "
+        f"layers of the decoder only. Leave them out ({role.model_key}.exclude_modules), or set "
+        f"{role.key}.strategy=fsdp."
     )
 
 

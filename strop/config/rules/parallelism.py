@@ -70,9 +70,13 @@ def expert_parallel(
     size = fsdp.expert_parallel_size
     if size == 1:
         return
+    # The critic's fsdp_config is below critic.model, its megatron section is not.
+    owner = key.removesuffix(".fsdp_config").replace("critic.model", "critic")
     key = f"{key}.expert_parallel_size"
     if section.strategy == "megatron":
-        yield error(key, f"{size} is for strategy=fsdp. Set 1, and megatron.expert_model_parallel_size.")
+        yield error(
+            key, f"{size} is for strategy=fsdp. Set 1, and {owner}.megatron.expert_model_parallel_size."
+        )
         return
     if model.lora_rank or model.lora_adapter_path:
         yield error(key, f"{size} does not go together with LoRA. Set it to 1.")
@@ -161,8 +165,9 @@ def param_offload(loaded: Loaded[PpoConfig]) -> Findings:
     if one_device and group.actor.fsdp_config.param_offload and not holds_weights(group.rollout):
         yield warning(
             "actor_rollout_ref.actor.fsdp_config.param_offload",
-            "no effect on one device: the engine samples from the actor's own weights. optimizer_offload "
-            "moves the optimizer states to host memory.",
+            "no effect on one device: the engine samples from the actor's own weights. "
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true moves the optimizer states to host "
+            "memory.",
         )
 
 
@@ -176,11 +181,11 @@ def tensor_parallel_engine(loaded: Loaded[PpoConfig]) -> Findings:
     if engine_name(rollout) == "native" and talks:
         yield error(
             ENGINE_SIZE,
-            f"{size}: the native engine holds conversations on one device. Set 1, or use vLLM (name=vllm, "
-            "installed).",
+            f"{size}: the native engine holds conversations on one device. Set 1, or use vLLM "
+            "(actor_rollout_ref.rollout.name=vllm, installed).",
         )
     if engine_name(rollout) == "hf":
-        yield error(ENGINE_SIZE, f"{size}: rollout.name=hf samples on one device.")
+        yield error(ENGINE_SIZE, f"{size}: actor_rollout_ref.rollout.name=hf samples on one device.")
 
 
 def packed_sequences(loaded: Loaded[PpoConfig]) -> Findings:

@@ -32,15 +32,17 @@ def several_policies(loaded: Loaded[PpoConfig]) -> Findings:
         yield error(KEY, "every policy has train=false, so nothing would be trained.")
     if agent.players and sorted(agent.players) != sorted(names):
         yield error(
-            KEY, f"every policy is a player: {names}, but players={agent.players}. Leave players out."
+            KEY,
+            f"every policy is a player: {names}, but players={agent.players}. Leave "
+            "actor_rollout_ref.rollout.agent.players out.",
         )
     if agent.command is None:
-        yield error(KEY, "needs a program that plays. Set rollout.agent.command.")
+        yield error(KEY, "needs a program that plays. Set actor_rollout_ref.rollout.agent.command.")
     elif agent.reward != "file":
         yield error(
             KEY,
             f"each policy needs a score, and reward={agent.reward} gives one for the episode. Set "
-            "rollout.agent.reward=file.",
+            "actor_rollout_ref.rollout.agent.reward=file.",
         )
     yield from _not_with_adapters(config)
 
@@ -54,20 +56,23 @@ def _not_with_adapters(config: PpoConfig) -> Findings:
     if name != "native" or rollout.nnodes or rollout.tensor_model_parallel_size > 1:
         yield error(
             KEY,
-            f"only the native engine of one device samples with several adapters, and rollout.name={name}, "
-            f"rollout.nnodes={rollout.nnodes}, tensor_model_parallel_size="
-            f"{rollout.tensor_model_parallel_size}. Set native, 0 and 1.",
+            f"only the native engine of one device samples with several adapters, and the engine is {name} "
+            f"with nnodes={rollout.nnodes} and tensor_model_parallel_size="
+            f"{rollout.tensor_model_parallel_size}. Set actor_rollout_ref.rollout.name=native, "
+            "actor_rollout_ref.rollout.nnodes=0 and actor_rollout_ref.rollout.tensor_model_parallel_size=1.",
         )
     devices = device_count(config.trainer)
     if devices > 1 or actor.strategy == "megatron":
         yield error(
             KEY,
             f"policies are trained on one device, and there are {devices} with strategy={actor.strategy}. "
-            "Set trainer.nnodes=1, trainer.n_gpus_per_node=1 and strategy=fsdp.",
+            "Set trainer.nnodes=1, trainer.n_gpus_per_node=1 and actor_rollout_ref.actor.strategy=fsdp.",
         )
     plan = async_plan(config)
     if plan.concurrent or plan.interrupts or plan.off_policy:
-        yield _refused("trainer.async_training and rollout.over_sampling", "switch them off")
+        yield _refused(
+            "trainer.async_training and actor_rollout_ref.rollout.over_sampling", "switch them off"
+        )
     if has_critic(config):
         yield _refused(
             "a critic, which would learn the values of all policies at once",
@@ -80,7 +85,8 @@ def _not_with_adapters(config: PpoConfig) -> Findings:
     if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.type == "adaptive":
         yield _refused("algorithm.kl_ctrl.type=adaptive, one coefficient for all", "set fixed")
     if actor.fsdp_config.optimizer_offload or actor.fsdp_config.offload_policy:
-        yield _refused("fsdp_config.optimizer_offload and offload_policy", "set them to false")
+        section = "actor_rollout_ref.actor.fsdp_config"
+        yield _refused(f"{section}.optimizer_offload and {section}.offload_policy", "set them to false")
 
 
 def _refused(what: str, instead: str) -> ConfigFinding:

@@ -81,7 +81,7 @@ def resource_pool(loaded: Loaded[PpoConfig]) -> Findings:
         yield error(
             key,
             f"true, with reward_model.nnodes={reward.nnodes} and n_gpus_per_node={reward.n_gpus_per_node}. "
-            "Set both above 0.",
+            "Set reward_model.nnodes and reward_model.n_gpus_per_node above 0.",
         )
     elif reward.judge.enable and not reward.judge.url:
         yield error(

@@ -26,21 +26,21 @@ def sampling(loaded: Loaded[PpoConfig]) -> Findings:
         yield error(
             f"{ROLLOUT}.n",
             f"{rollout.n} samples per prompt with temperature={rollout.temperature:g} and "
-            f"do_sample={str(rollout.do_sample).lower()} would all be the same. Set temperature above 0 and "
-            "do_sample=true.",
+            f"do_sample={str(rollout.do_sample).lower()} would all be the same. Set {ROLLOUT}.temperature "
+            f"above 0 and {ROLLOUT}.do_sample=true.",
         )
     val = rollout.val_kwargs
     if val.temperature == 0 and (val.n > 1 or val.do_sample):
         yield warning(
             f"{ROLLOUT}.val_kwargs",
             f"temperature=0 is greedy, so n={val.n} and do_sample={str(val.do_sample).lower()} change "
-            "nothing. Set val_kwargs.temperature to sample.",
+            f"nothing. Set {ROLLOUT}.val_kwargs.temperature to sample.",
         )
     if val.temperature > 0 and not val.do_sample:
         yield warning(
             f"{ROLLOUT}.val_kwargs.do_sample",
-            f"false, but val_kwargs.temperature={val.temperature:g} samples all the same. Set "
-            "do_sample=true, or the temperature to 0 for greedy.",
+            f"false, but the temperature of validation is {val.temperature:g}, which samples all the same. "
+            f"Set it to true, or {ROLLOUT}.val_kwargs.temperature=0 for greedy.",
         )
 
 
@@ -70,13 +70,15 @@ def credit_of_turns(loaded: Loaded[PpoConfig]) -> Findings:
         yield error(
             f"{ROLLOUT}.agent.credit",
             f"turn is defined for {', '.join(TURN_CREDIT)}, and algorithm.adv_estimator={name}. Estimators "
-            "of tokens (gae, reinforce) give each turn what follows it anyway: set credit=shared.",
+            "of tokens (gae, reinforce) give each turn what follows it anyway: set "
+            f"{ROLLOUT}.agent.credit=shared.",
         )
     if config.algorithm.compat == "openrlhf":
         yield error(
             f"{ROLLOUT}.agent.credit",
             "turn needs rewards of single turns, and with algorithm.compat=openrlhf the baseline is "
-            "subtracted from the sum before. Set credit=shared, or another algorithm.compat.",
+            f"subtracted from the sum before. Set {ROLLOUT}.agent.credit=shared, or another "
+            "algorithm.compat.",
         )
 
 
@@ -115,20 +117,21 @@ def replicas(loaded: Loaded[PpoConfig]) -> Findings:
     if (path.endswith(".gguf") or path.lower() == "smollm2-135m") and not native:
         yield error(
             key,
-            f"{rollout.name} replicas read a Hugging Face folder, but model.path={path} is a GGUF file. Set "
-            "rollout.name=native, or convert the model first.",
+            f"{rollout.name} replicas read a Hugging Face folder, but {path} is a GGUF file. Set "
+            f"{ROLLOUT}.name=native, or convert the model first.",
         )
     size = devices_per_engine(rollout)
     if size > 1 and native:
         yield error(
             key,
             "native replicas have one device each, but tensor_model_parallel_size x data_parallel_size is "
-            f"{size}. Set both to 1, or rollout.name=vllm.",
+            f"{size}. Set {ROLLOUT}.tensor_model_parallel_size=1 and {ROLLOUT}.data_parallel_size=1, or "
+            f"{ROLLOUT}.name=vllm.",
         )
     elif rollout.n_gpus_per_node % size:
         yield error(
             key,
-            f"an engine of {size} devices does not fit rollout.n_gpus_per_node={rollout.n_gpus_per_node}.",
+            f"an engine of {size} devices does not fit {ROLLOUT}.n_gpus_per_node={rollout.n_gpus_per_node}.",
         )
 
 
@@ -146,7 +149,7 @@ def weight_transport(loaded: Loaded[PpoConfig]) -> Findings:
         if settings.backend != "naive" and f"{path}.backend" in loaded.set_by_user:
             yield warning(
                 f"{path}.backend",
-                f"{settings.backend} has no effect without rollout.nnodes: the engine is on the trainer's "
+                f"{settings.backend} has no effect without {ROLLOUT}.nnodes: the engine is on the trainer's "
                 "machines.",
             )
         return
@@ -159,12 +162,13 @@ def weight_transport(loaded: Loaded[PpoConfig]) -> Findings:
     for name in settings.engine_kwargs:
         if name != "folder":
             yield error(
-                f"{path}.engine_kwargs", f"unknown setting {name!r}. There is folder, for backend=file."
+                f"{path}.engine_kwargs",
+                f"unknown setting {name!r}. There is folder, for {path}.backend=file.",
             )
         elif settings.backend != "file":
             yield warning(
                 f"{path}.engine_kwargs",
-                f"folder has no effect with backend={settings.backend}. Set backend=file.",
+                f"folder has no effect with backend={settings.backend}. Set {path}.backend=file.",
             )
 
 
@@ -195,7 +199,7 @@ def quantization(loaded: Loaded[PpoConfig]) -> Findings:
 
 def quantized_engine(path: str, rollout: RolloutConfig, device: str) -> Findings:
     """The same for the rollout section at `path`. Values for vllm and sglang are checked by them."""
-    yield from _cache_precision(f"{path}.kv_cache_dtype", rollout)
+    yield from _cache_precision(path, rollout)
     value = rollout.quantization
     key = f"{path}.quantization"
     engine = engine_name(rollout)
@@ -203,7 +207,7 @@ def quantized_engine(path: str, rollout: RolloutConfig, device: str) -> Findings
         return
     if engine == "hf":
         yield error(
-            key, f"{value}, but rollout.name=hf samples from the weights as they are. Set name=native."
+            key, f"{value}, but {path}.name=hf samples from the weights as they are. Set {path}.name=native."
         )
     elif value not in NATIVE_QUANTIZATION:
         hint = did_you_mean(value, NATIVE_QUANTIZATION)
@@ -212,22 +216,24 @@ def quantized_engine(path: str, rollout: RolloutConfig, device: str) -> Findings
         yield error(
             key,
             f"{value} with tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the native "
-            "engine quantises whole weights only. Set tensor_model_parallel_size=1, or quantization=null.",
+            f"engine quantises whole weights only. Set {path}.tensor_model_parallel_size=1, or {key}=null.",
         )
     elif value == "fp8" and device == "cpu":
         yield error(
             key,
             "fp8 needs a GPU with compute capability 8.9 or more (H100, L4, RTX 40), but trainer.device=cpu. "
-            "Set quantization=int8 or null.",
+            f"Set {key}=int8 or null.",
         )
 
 
-def _cache_precision(key: str, rollout: RolloutConfig) -> Findings:
+def _cache_precision(path: str, rollout: RolloutConfig) -> Findings:
     """Which engines have a KV cache of 8 bits."""
+    key = f"{path}.kv_cache_dtype"
     value = rollout.kv_cache_dtype
     engine = engine_name(rollout)
     if engine == "hf" and value != "auto":
-        yield error(key, f"{value}, but rollout.name=hf has the KV cache of transformers. Set name=native.")
+        message = f"{value}, but {path}.name=hf has the KV cache of transformers. Set {path}.name=native."
+        yield error(key, message)
     if engine == "native" and value not in NATIVE_CACHE_DTYPES:
         hint = did_you_mean(value, NATIVE_CACHE_DTYPES)
         yield error(key, f"{value!r} must be auto or fp8 with the native engine.{hint}")
@@ -245,7 +251,7 @@ def installed_engine(path: str, rollout: RolloutConfig) -> Findings:
         return
     advice = (
         f"Install 'strop[{rollout.name}]', or name the interpreter of an environment that has it in "
-        f"{path}.engine_kwargs.{rollout.name}.python, or set name=native."
+        f"{path}.engine_kwargs.{rollout.name}.python, or set {path}.name=native."
     )
     if rollout.strict:
         message = f"{library} is not installed and {path}.strict=true. {advice}"
@@ -264,13 +270,13 @@ def environment(loaded: Loaded[PpoConfig]) -> Findings:
     if rollout.environment is not None and rollout.agent.command is not None:
         yield error(
             "actor_rollout_ref.rollout.environment",
-            f"{rollout.environment}, but rollout.agent.command={rollout.agent.command!r} plays the rows. "
+            f"{rollout.environment}, but {ROLLOUT}.agent.command={rollout.agent.command!r} plays the rows. "
             "Unset one of them.",
         )
     if rollout.environment is None and rollout.environment_kwargs:
         yield warning(
             "actor_rollout_ref.rollout.environment_kwargs",
-            f"{dict(rollout.environment_kwargs)} has no effect without rollout.environment.",
+            f"{dict(rollout.environment_kwargs)} has no effect without {ROLLOUT}.environment.",
         )
 
 
@@ -287,36 +293,40 @@ def possible_speculation(section: str, rollout: RolloutConfig) -> Findings:
         yield error(
             f"{path}.draft_model",
             f"{settings.draft_model} with tensor_model_parallel_size={rollout.tensor_model_parallel_size}: a "
-            "draft model drafts for a policy on one device. Set tensor_model_parallel_size=1, or null.",
+            f"draft model drafts for a policy on one device. Set {section}.tensor_model_parallel_size=1, or "
+            "null.",
         )
     if settings.draft_model is not None and settings.enable is False:
         yield warning(
             f"{path}.draft_model",
-            f"{settings.draft_model} has no effect with enable=false. Set enable=auto or true.",
+            f"{settings.draft_model} has no effect with enable=false. Set {path}.enable=auto or true.",
         )
     if settings.mtp and settings.draft_model is not None:
         yield error(
             f"{path}.mtp",
-            f"true and draft_model={settings.draft_model}: one of the two guesses. Set mtp=false, or "
-            "draft_model=null.",
+            f"true and draft_model={settings.draft_model}: one of the two guesses. Set it to false, or "
+            f"{path}.draft_model=null.",
         )
     if settings.mtp and rollout.tensor_model_parallel_size > 1:
         yield error(
             f"{path}.mtp",
             f"true with tensor_model_parallel_size={rollout.tensor_model_parallel_size}: a multi-token "
-            "prediction head drafts for a policy on one device. Set tensor_model_parallel_size=1, or false.",
+            "prediction head drafts for a policy on one device. Set "
+            f"{section}.tensor_model_parallel_size=1, or false.",
         )
     if settings.mtp and settings.enable is False:
-        yield warning(f"{path}.mtp", "true has no effect with enable=false. Set enable=auto or true.")
+        message = f"true has no effect with enable=false. Set {path}.enable=auto or true."
+        yield warning(f"{path}.mtp", message)
     if settings.min_match > settings.max_match:
         yield error(
             f"{path}.min_match",
             f"{settings.min_match} tokens can never match, because only max_match={settings.max_match} are "
-            "compared. Set min_match to at most max_match.",
+            f"compared. Set it to at most {settings.max_match}, or {path}.max_match higher.",
         )
     engine = engine_name(rollout)
     if settings.enable is True and engine != "native":
         yield error(
             f"{path}.enable",
-            f"true has no effect with rollout.name={engine}. Set rollout.name=native, or enable=auto.",
+            f"true has no effect with {section}.name={engine}. Set {section}.name=native, or "
+            f"{path}.enable=auto.",
         )

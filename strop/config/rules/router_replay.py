@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from strop.config.compose import Loaded
     from strop.config.schema.ppo import PpoConfig
 
-MODE = "actor_rollout_ref.actor.router_replay.mode"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODE = f"{ACTOR}.router_replay.mode"
 RECORDS = "record_experts"
 """The setting of engines that return the experts of tokens."""
 
@@ -31,24 +33,24 @@ def router_replay(loaded: Loaded[PpoConfig]) -> Findings:
         yield error(
             MODE,
             "R2 takes the experts of the pass that computes old log-probs, but they are those of the engine "
-            "(algorithm.rollout_correction.bypass_mode=true). Set bypass_mode=false, or mode=R3, which takes "
-            "the experts of the engine.",
+            "(algorithm.rollout_correction.bypass_mode=true). Set that to false, or "
+            f"{MODE}=R3, which takes the experts of the engine.",
         )
     if actor.aux_loss_coef > 0:
         yield error(
             MODE,
             f"{mode} with aux_loss_coef={actor.aux_loss_coef:g}: the load-balancing loss counts tokens whose "
-            "experts are not recorded. Set aux_loss_coef=0, or mode=disabled.",
+            f"experts are not recorded. Set {ACTOR}.aux_loss_coef=0, or {MODE}=disabled.",
         )
     ranks = row_ranks(actor)
     if ranks > 1:
-        key = "ulysses_sequence_parallel_size"
+        key = f"{ACTOR}.ulysses_sequence_parallel_size"
         if actor.strategy == "megatron":
-            key = "megatron.context_parallel_size"
+            key = f"{ACTOR}.megatron.context_parallel_size"
         yield error(
             MODE,
             f"{mode} with {key}={ranks}: the experts of a row that devices share are not recorded. Set "
-            f"{key}=1, or mode=disabled.",
+            f"{key}=1, or {MODE}=disabled.",
         )
 
 
@@ -60,21 +62,21 @@ def _engine(config: PpoConfig) -> Findings:
         able = [other for other in ENGINES.names() if RECORDS in ENGINES.entry(other).facts["settings"]]
         yield error(
             MODE,
-            f"R3 takes the experts that the rollout engine chose, and rollout.name={name} does not return "
-            f"them. Set rollout.name to one of {', '.join(able)}, or mode=R2: the experts of the old "
-            "log-probs, under the weights that were sampled from.",
+            f"R3 takes the experts that the rollout engine chose, and {name} does not return them. Set "
+            f"{ROLLOUT}.name to one of {', '.join(able)}, or {MODE}=R2: the experts of the old log-probs, "
+            "under the weights that were sampled from.",
         )
     if name != "vllm":
         return
     if (rollout.engine_kwargs.get(name) or {}).get("url"):
         yield error(
             MODE,
-            "R3 with engine_kwargs.vllm.url: the experts of tokens are not read from a server of vLLM. Let "
-            "Strop start vLLM (engine_kwargs.vllm.python), or set mode=R2.",
+            f"R3 with {ROLLOUT}.engine_kwargs.vllm.url: the experts of tokens are not read from a server of "
+            f"vLLM. Let Strop start vLLM ({ROLLOUT}.engine_kwargs.vllm.python), or set {MODE}=R2.",
         )
     if not rollout.enable_prefix_caching:
         yield error(
             MODE,
-            "R3 with rollout.enable_prefix_caching=false: vLLM keeps the experts of tokens in its prefix "
-            "cache. Set enable_prefix_caching=true, or mode=R2.",
+            "R3 without the prefix cache, in which vLLM keeps the experts of tokens. Set "
+            f"{ROLLOUT}.enable_prefix_caching=true, or {MODE}=R2.",
         )

@@ -68,8 +68,8 @@ def parallel_sizes(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     if data.micro_batch_size is not None and "data.micro_batch_size_per_gpu" in loaded.set_by_user:
         yield error(
             "data.micro_batch_size",
-            f"set together with micro_batch_size_per_gpu ({data.micro_batch_size} over all devices, "
-            f"{data.micro_batch_size_per_gpu} per device). Keep only the latter.",
+            f"{data.micro_batch_size} over all devices, set together with data.micro_batch_size_per_gpu="
+            f"{data.micro_batch_size_per_gpu}. Keep only the latter.",
         )
     if devices % ulysses:
         yield error("ulysses_sequence_parallel_size", f"{ulysses} does not divide the {devices} devices.")

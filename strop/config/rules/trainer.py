@@ -85,7 +85,7 @@ def record_steps(loaded: Loaded[PpoConfig]) -> Findings:
         yield error(
             "trainer.record_steps",
             "a step is stored by one process that samples and learns in turn. Record with one device, "
-            "without async_training.",
+            "without trainer.async_training.",
         )
 
 

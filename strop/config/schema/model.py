@@ -9,6 +9,10 @@ from strop.config.schema.fields import FreeForm, inert, section, setting
 
 _FUSED = "log-probs and entropy are always computed without keeping the logits"
 _COMPILE = "the formulas are fused by hand; nothing is left to compile"
+_MTP = (
+    "training of multi-token prediction heads is not supported; to sample with the head of the weights set "
+    "actor_rollout_ref.rollout.speculation.mtp"
+)
 
 
 @dataclass(eq=False)
@@ -27,27 +31,27 @@ class FusedKernelConfig:
 
 @dataclass(eq=False)
 class MtpConfig:
-    enable: bool = inert(False, "multi-token prediction is not supported")
+    enable: bool = inert(False, _MTP)
     """Use multi-token-prediction heads."""
-    enable_train: bool = inert(False, "multi-token prediction is not supported")
+    enable_train: bool = inert(False, _MTP)
     """Train the multi-token-prediction heads."""
-    enable_rollout: bool = inert(False, "multi-token prediction is not supported")
+    enable_rollout: bool = inert(False, _MTP)
     """Use the heads for speculative decoding."""
-    detach_encoder: bool = inert(False, "multi-token prediction is not supported")
+    detach_encoder: bool = inert(False, _MTP)
     """Stop the gradient of the heads at the model body."""
-    mtp_loss_scaling_factor: float = inert(0.1, "multi-token prediction is not supported")
+    mtp_loss_scaling_factor: float = inert(0.1, _MTP)
     """Weight of the heads' loss."""
-    speculative_algorithm: str = inert("EAGLE", "multi-token prediction is not supported")
+    speculative_algorithm: str = inert("EAGLE", _MTP)
     """Algorithm of speculative decoding."""
-    speculative_num_steps: int = inert(2, "multi-token prediction is not supported")
+    speculative_num_steps: int = inert(2, _MTP)
     """Draft steps."""
-    speculative_eagle_topk: int = inert(2, "multi-token prediction is not supported")
+    speculative_eagle_topk: int = inert(2, _MTP)
     """Draft width."""
-    speculative_num_draft_tokens: int = inert(4, "multi-token prediction is not supported")
+    speculative_num_draft_tokens: int = inert(4, _MTP)
     """Draft tokens."""
-    method: str = inert("mtp", "multi-token prediction is not supported")
+    method: str = inert("mtp", _MTP)
     """Engine's name of the method."""
-    num_speculative_tokens: int = inert(1, "multi-token prediction is not supported")
+    num_speculative_tokens: int = inert(1, _MTP)
     """Tokens per draft."""
 
 

@@ -8,6 +8,7 @@ from strop.catalog import ENGINES, TOOL_PARSERS
 from strop.config.schema.fields import FreeForm, inert, link, section, setting
 
 _ASYNC = "the engine always has an asynchronous interface"
+_CUSTOM_ENGINE = "set actor_rollout_ref.rollout.name to a registered custom engine"
 
 
 @dataclass(eq=False)
@@ -73,7 +74,7 @@ class MultiTurnConfig:
     """Option of an older engine."""
     tokenization_sanity_check_mode: str = inert("strict", "token exactness is always checked")
     """Option of an older engine."""
-    num_repeat_rollouts: int | None = inert(None, "set rollout.n")
+    num_repeat_rollouts: int | None = inert(None, "set actor_rollout_ref.rollout.n")
     """Option of an older engine."""
     completion_callback: str | None = inert(None, "write an agent loop")
     """Option of an older engine."""
@@ -81,9 +82,9 @@ class MultiTurnConfig:
 
 @dataclass(eq=False)
 class AsyncServerConfig:
-    path: str | None = inert(None, "set rollout.name to a registered custom engine")
+    path: str | None = inert(None, _CUSTOM_ENGINE)
     """File of a custom server class."""
-    name: str | None = inert(None, "set rollout.name to a registered custom engine")
+    name: str | None = inert(None, _CUSTOM_ENGINE)
     """Name of the custom server class."""
 
 
@@ -278,7 +279,7 @@ class RolloutConfig:
     """Free the KV cache during training. The native engine keeps it while the KV cache and everything else
     use at most a quarter of the GPU, because its CUDA graphs refer to it; on an OOM of the trainer it is
     freed."""
-    enable_sleep_mode: bool = inert(True, "free_cache_engine decides")
+    enable_sleep_mode: bool = inert(True, "actor_rollout_ref.rollout.free_cache_engine decides")
     """Engine sleep mode."""
     tensor_model_parallel_size: int = setting(1, at_least=1)
     """Devices per engine."""
@@ -359,7 +360,7 @@ class RolloutConfig:
     """Disable the engine's own log."""
     use_fire_sampling: bool = inert(False, "not supported")
     """Sample the first token at a higher temperature."""
-    over_sample_rate: float = inert(0.0, "use rollout.over_sampling, which drops nothing")
+    over_sample_rate: float = inert(0.0, "use actor_rollout_ref.rollout.over_sampling, which drops nothing")
     """Fraction of requests that are dropped unfinished."""
     multi_stage_wake_up: bool = inert(False, "the engine wakes in one step")
     """Restore weights and KV cache separately."""
@@ -369,7 +370,9 @@ class RolloutConfig:
     """Folder of saved rollouts."""
     skip_tokenizer_init: bool = inert(True, "engines take and give token ids")
     """Start the engine without tokenizer."""
-    enable_rollout_routing_replay: bool = inert(False, "actor.router_replay.mode=R3 decides")
+    enable_rollout_routing_replay: bool = inert(
+        False, "actor_rollout_ref.actor.router_replay.mode=R3 decides"
+    )
     """Return the experts that the router selected."""
     quantization: str | None = setting(None)
     """Precision of the weights that the engine samples with: fp8 or int8 (native), or a name that vLLM or

@@ -23,6 +23,9 @@ from strop.run.health.history import (
 )
 from strop.run.health.mismatch import first_step_mismatch, rollout_mismatch
 
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
 ENTROPY_LEFT = 0.15
 ENTROPY_LEFT_FOR_NOTHING = 0.3
 """Share of the first entropy below which it has collapsed: where scores rose, and where they did not."""
@@ -108,7 +111,7 @@ def truncation(history: History) -> RuleFinding | None:
     if share is None or share < TRUNCATED_LIMIT:
         return None
     return RuleFinding(
-        f"{share:.0%} of the answers are cut off at the limit of tokens.",
+        f"{share:.0%} of the responses are cut off at the limit of tokens.",
         {"response_length/clip_ratio": share},
     )
 
@@ -122,7 +125,7 @@ def length_drift(history: History) -> RuleFinding | None:
     if SHORTER * then < now < LONGER * then:
         return None
     return RuleFinding(
-        f"Answers have {now:.4g} tokens on average; they had {then:.4g} at the beginning.",
+        f"Responses have {now:.4g} tokens on average; they had {then:.4g} at the beginning.",
         {"response_length/mean": now, "first": then},
     )
 
@@ -134,7 +137,7 @@ def zero_variance(history: History) -> RuleFinding | None:
     if share is None or share < FLAT_GROUPS_LIMIT or (score is not None and score >= NOT_SOLVED):
         return None
     return RuleFinding(
-        f"In {share:.0%} of the groups all answers earn the same, so there is hardly anything to compare.",
+        f"In {share:.0%} of the groups all responses earn the same, so there is hardly anything to compare.",
         {"critic/zero_variance_groups": share},
     )
 
@@ -255,15 +258,15 @@ RULES = (
         "entropy_collapse",
         "error",
         entropy_collapse,
-        "Lower actor.optim.lr, raise actor.entropy_coeff a little (0.001) and see that it is not negative, "
-        "widen clip_ratio_high (0.28), or sample at a higher rollout.temperature.",
+        f"Lower {ACTOR}.optim.lr, raise {ACTOR}.entropy_coeff a little (0.001) and see that it is not "
+        f"negative, widen {ACTOR}.clip_ratio_high (0.28), or sample at a higher {ROLLOUT}.temperature.",
     ),
     Rule(
         "kl_runaway",
         "error",
         kl_runaway,
-        "Lower actor.optim.lr or actor.ppo_epochs; raise kl_loss_coef or kl_ctrl.kl_coef; read samples: text "
-        "far from the reference is often broken.",
+        f"Lower {ACTOR}.optim.lr or {ACTOR}.ppo_epochs; raise {ACTOR}.kl_loss_coef or "
+        "algorithm.kl_ctrl.kl_coef; read samples: text far from the reference is often broken.",
     ),
     Rule(
         "truncation",
@@ -277,15 +280,15 @@ RULES = (
         "warning",
         length_drift,
         "Read samples. Growth with rising validation is reasoning; growth without it is padding: use "
-        "loss_agg_mode=seq-mean-token-sum-norm (dr_grpo) or overlong_buffer. Shrinking answers often mean "
-        "that thinking is not rewarded.",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm (dr_grpo) or reward_model.overlong_buffer. Shrinking "
+        "responses often mean that thinking is not rewarded.",
     ),
     Rule(
         "zero_variance_groups",
         "error",
         zero_variance,
-        "Check that the scorer tells good from bad answers (strop eval), use easier or harder prompts, raise "
-        "rollout.n, or switch on algorithm.filter_groups.",
+        "Check that the scorer tells good from bad responses (strop eval), use easier or harder prompts, "
+        f"raise {ROLLOUT}.n, or set algorithm.filter_groups.enable=true.",
     ),
     Rule(
         "reward_saturation",
@@ -298,27 +301,28 @@ RULES = (
         "error",
         reward_hacking,
         "Read the best-scored samples. Lower the weight of the part that rises, make it count only when the "
-        "other is right, or hold the policy closer to its reference (actor.use_kl_loss).",
+        f"other is right, or hold the policy closer to its reference ({ACTOR}.use_kl_loss).",
     ),
     Rule(
         "reward_collapse",
         "error",
         reward_collapse,
-        "Go back to an earlier checkpoint with a lower actor.optim.lr, more prompts per step, or a KL term.",
+        f"Go back to an earlier checkpoint with a lower {ACTOR}.optim.lr, more prompts per step, or a KL "
+        "term.",
     ),
     Rule(
         "clip_fraction",
         "warning",
         clip_fraction,
-        "Lower actor.optim.lr or actor.ppo_epochs, or raise ppo_mini_batch_size so that a step makes fewer "
-        "updates.",
+        f"Lower {ACTOR}.optim.lr or {ACTOR}.ppo_epochs, or raise {ACTOR}.ppo_mini_batch_size so that a step "
+        "makes fewer updates.",
     ),
     Rule(
         "gradient_spike",
         "warning",
         gradient_spike,
-        "Look at the samples of this step for an odd score or length; lower grad_clip or the learning rate; "
-        "bound the scores.",
+        "Look at the samples of this step for an odd score or length; lower the learning rate or "
+        f"{ACTOR}.grad_clip (critic.grad_clip; in supervised training optim.clip_grad); bound the scores.",
     ),
     Rule(
         "value_failure",
@@ -332,17 +336,17 @@ RULES = (
         "rollout_mismatch",
         "error",
         rollout_mismatch,
-        "See that the engine gets new weights and the same temperature and precision (rollout.dtype); else "
-        "correct for it (algorithm.rollout_correction.rollout_is=token), which is also the cure for rollouts "
-        "that run ahead.",
+        f"See that the engine gets new weights and the same temperature and precision ({ROLLOUT}.dtype); "
+        "else correct for it (algorithm.rollout_correction.rollout_is=token), which is also the cure for "
+        "rollouts that run ahead.",
     ),
     Rule(
         "first_step_mismatch",
         "error",
         first_step_mismatch,
-        "Stop and run one step with rollout.name=hf: if the difference goes away, the engine computes the "
-        "model otherwise than transformers. Compare rollout.temperature, rollout.dtype and "
-        "actor.fsdp_config.dtype, and see that the engine loaded actor_rollout_ref.model.path.",
+        f"Stop and run one step with {ROLLOUT}.name=hf: if the difference goes away, the engine computes the "
+        f"model otherwise than transformers. Compare {ROLLOUT}.temperature, {ROLLOUT}.dtype and "
+        f"{ACTOR}.fsdp_config.dtype, and see that the engine loaded actor_rollout_ref.model.path.",
     ),
     Rule(
         "idle_device",

@@ -1,5 +1,5 @@
-"""`strop profile RUN`: where the time of a step goes, and what to turn first. Reads the metrics of a run;
-needs no trace."""
+"""`strop profile RUN`: where the time of a step goes, and which setting to change first. Reads the metrics of
+a run; needs no trace."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ SINGLE_TURN = 2
 """`num_turns` of one prompt and one response."""
 MINIMUM_SHARE = 0.03
 """A lever is reported if it could save this share of the total time."""
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _rollout_levers(
                 0.2 * engine,
                 f"{metrics['rollout/preemptions']:.0f} sequences per step were computed again because the "
                 "cache was full",
-                "raise rollout.gpu_memory_utilization or lower rollout.max_num_seqs",
+                f"raise {ROLLOUT}.gpu_memory_utilization or lower {ROLLOUT}.max_num_seqs",
             )
         )
     share = metrics.get("rollout/prefill_share", 0.0)
@@ -162,7 +164,7 @@ def _rollout_levers(
             Lever(
                 0.3 * engine,
                 "sampling itself",
-                "a GPU with more memory bandwidth, rollout.dtype=bfloat16, rollout.name=vllm for large "
+                f"a GPU with more memory bandwidth, {ROLLOUT}.dtype=bfloat16, {ROLLOUT}.name=vllm for large "
                 "models, fewer or shorter samples",
             )
         )
@@ -174,12 +176,12 @@ def _occupancy_lever(engine: float, occupancy: float, metrics: Mapping[str, floa
     mean_length = metrics.get("response_length/mean", 1.0)
     tail = ""
     if max_length:
-        tail = f"; the longest answer has {max_length / max(mean_length, 1):.1f} times the usual length"
+        tail = f"; the longest response has {max_length / max(mean_length, 1):.1f} times the usual length"
     return Lever(
         engine * (1 - occupancy),
         f"the engine's batch is {occupancy:.0%} full on average{tail}",
-        "more prompts per step (data.train_batch_size) or samples (rollout.n); for long tails "
-        "trainer.async_training with partial_rollout, or a lower max_response_length",
+        f"more prompts per step (data.train_batch_size) or samples ({ROLLOUT}.n); for long tails "
+        "trainer.async_training.partial_rollout=true, or a lower data.max_response_length",
     )
 
 
@@ -189,9 +191,9 @@ def _prefill_lever(
     reused = ""
     if "rollout/prefix_reuse" in metrics:
         reused = f", of which {metrics['rollout/prefix_reuse']:.0%} was known already"
-    turn = "shorter prompts, more samples of each (rollout.n)"
+    turn = f"shorter prompts, more samples of each ({ROLLOUT}.n)"
     if not _section(config, "actor_rollout_ref", "rollout").get("enable_prefix_caching"):
-        turn = f"rollout.enable_prefix_caching=true; {turn}"
+        turn = f"{ROLLOUT}.enable_prefix_caching=true; {turn}"
     return Lever(share * engine, f"{share:.0%} of sampling goes into prompts{reused}", turn)
 
 
@@ -205,7 +207,7 @@ def _idle_engine_lever(seconds: float, metrics: Mapping[str, float]) -> Lever:
         )
     return Lever(
         seconds,
-        "requests and answers are prepared while the engine waits",
+        "requests and responses are prepared while the engine waits",
         "trainer.async_training.enable=true does it while the model is trained; the larger the model, the "
         "less it matters",
     )
@@ -225,7 +227,7 @@ def _log_prob_levers(phases: Mapping[str, float], config: Mapping[str, object]) 
     """Forward passes: each does a third of the work of an update of the same tokens."""
     found: list[Lever] = []
     update = phases.get("update_actor", 0.0)
-    for name, section in (("old_log_prob", "rollout"), ("ref", "ref")):
+    for name, section in (("old_log_prob", ROLLOUT), ("ref", "actor_rollout_ref.ref")):
         seconds = phases.get(name, 0.0)
         excess = 0.0
         if update and seconds > 2 / 3 * update:
@@ -237,7 +239,7 @@ def _log_prob_levers(phases: Mapping[str, float], config: Mapping[str, object]) 
                     f"{name} only reads the tokens, and takes {seconds / update:.1f} times as long as the "
                     "update",
                     f"larger micro-batches: {section}.log_prob_micro_batch_size_per_gpu, or "
-                    "log_prob_use_dynamic_bsz=true",
+                    f"{section}.log_prob_use_dynamic_bsz=true",
                 )
             )
         if seconds:
@@ -250,10 +252,12 @@ def _how_to_skip(name: str, config: Mapping[str, object]) -> str:
     if name == "ref":
         return "train without a KL term, or with LoRA, whose reference costs no memory"
     if _section(config, "algorithm").get("use_kl_in_reward"):
-        return "a KL term in the loss (actor.use_kl_loss) instead of the reward needs no such pass on-policy"
+        loss = f"{ACTOR}.use_kl_loss=true"
+        return f"a KL term in the loss ({loss}) instead of the reward needs no such pass on-policy"
     return (
-        "one update per step (ppo_mini_batch_size=train_batch_size, ppo_epochs=1) needs no such pass; with "
-        "several, actor.use_rollout_log_probs=true takes the engine's"
+        f"one update per step ({ACTOR}.ppo_mini_batch_size as large as data.train_batch_size, "
+        f"{ACTOR}.ppo_epochs=1) needs no such pass; with several, {ACTOR}.use_rollout_log_probs=true takes "
+        "the engine's"
     )
 
 
@@ -271,8 +275,8 @@ def _model_levers(
             Lever(
                 update / 4,
                 "updates compute every layer twice to save memory",
-                "actor_rollout_ref.model.enable_gradient_checkpointing=false or gradient_checkpointing="
-                "selective where memory allows (`strop plan`)",
+                "actor_rollout_ref.model.enable_gradient_checkpointing=false or "
+                "actor_rollout_ref.model.gradient_checkpointing=selective where memory allows (`strop plan`)",
             )
         )
     if update and actor and not actor.get("use_dynamic_bsz"):
@@ -280,7 +284,7 @@ def _model_levers(
             Lever(
                 0.2 * update,
                 "micro-batches have a fixed number of rows, whatever their length",
-                "actor.use_dynamic_bsz=true with ppo_max_token_len_per_gpu as large as fits",
+                f"{ACTOR}.use_dynamic_bsz=true with {ACTOR}.ppo_max_token_len_per_gpu as large as fits",
             )
         )
     waste = metrics.get("critic/zero_variance_groups", 0.0)
@@ -300,11 +304,14 @@ def _model_levers(
 def _other_levers(phases: Mapping[str, float], config: Mapping[str, object]) -> list[Lever]:
     """Levers of validation, checkpoints, weight sync and data."""
     test_freq = _section(config, "trainer").get("test_freq", "?")
+    checkpoint = f"{ACTOR}.checkpoint"
+    if config and not _section(config, "actor_rollout_ref"):  # supervised training
+        checkpoint = "trainer.checkpoint"
     advice = {
         "testing": f"validate less often (trainer.test_freq={test_freq}), on fewer rows or samples",
-        "save_checkpoint": "actor.checkpoint.async_save=true, a larger trainer.save_freq, fewer "
-        "save_contents",
-        "update_weights": "an engine that samples from the trainer's own weights (rollout.name=native); "
+        "save_checkpoint": f"{checkpoint}.async_save=true, a larger trainer.save_freq, fewer "
+        f"{checkpoint}.save_contents",
+        "update_weights": f"an engine that samples from the trainer's own weights ({ROLLOUT}.name=native); "
         "larger buckets",
         "keep_samples": "a smaller trainer.samples_to_keep",
         "dump_rollout_generations": "no trainer.rollout_data_dir",
@@ -327,7 +334,7 @@ def render(found: ProfileReport, run: Path) -> str:
         if seconds > 0.001 * total:
             bar = "#" * round(40 * seconds / total)
             lines.append(f"  {name:<24} {seconds:>9.3f} s {seconds / total:>6.1%}  {bar}")
-    lines.append("levers, the largest first (seconds per step that each could save at most):")
+    lines.append("what to change, the largest gain first (seconds per step that each could save at most):")
     for lever in found.levers:
         lines.append(f"  {lever.seconds:>8.3f} s  {lever.what}")
         lines.append(f"  {'':>8}    try: {lever.turn}")
