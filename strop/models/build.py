@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from strop.config.checkpointing import checkpointing_of
 from strop.config.schema.model import ModelConfig
 from strop.models.checkpointing import checkpoint_activations
-from strop.models.generation.settings import load_generation_config
+from strop.models.generation.settings import load_generation_config, read_generation_config
 from strop.models.heads import empty_scalar_model, load_scalar_model, note_own_head, untie_own_head
 from strop.models.layouts.check import runs_packed
 from strop.models.load import (
@@ -198,13 +198,14 @@ def _language_model(settings: ModelConfig, dtype: torch.dtype, weights: bool = T
     source = resolve(settings.path)
     config = _config(settings)
     untie_own_head(config, source)
+    generation = read_generation_config(source.name)  # damage is said before weights are read
     if not weights:
         with meta_init():
             model = language_model_class(config).from_config(
                 config, dtype=dtype, trust_remote_code=settings.trust_remote_code
             )
         load_buffers(model, source)
-        load_generation_config(model, source.name)
+        load_generation_config(model, generation)
         return _prepare(model, settings)
     model = load_language_model(source, config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     note_own_head(model)

@@ -151,7 +151,8 @@ def native_obstacle(config: PreTrainedConfig) -> str | None:
 
 
 def head_findings(key: str, path: str | None, wanted: str) -> list[ConfigFinding]:
-    """Errors if the folder holds another kind of model than `wanted`, or a file of weights is incomplete."""
+    """Errors if the folder holds another kind of model than `wanted`, or a file in it is damaged."""
+    from strop.models.generation.settings import read_generation_config
     from strop.models.heads import wrong_head
     from strop.models.load import check_weights, resolve
 
@@ -163,6 +164,8 @@ def head_findings(key: str, path: str | None, wanted: str) -> list[ConfigFinding
         return [error(key, f"{path}: {problem}")]
     try:
         check_weights(Path(source.name))
+        if wanted == "language":
+            read_generation_config(source.name)
     except ValueError as damage:
         return [error(key, str(damage))]
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -63,6 +64,27 @@ def test_a_module_whose_weights_come_later_has_the_generation_config_of_its_fold
     for weights in (True, False):
         made = build.build_policy(ModelConfig(path=str(tmp_path)), weights=weights).generation_config
         assert {name: getattr(made, name) for name in written} == written
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[2]", "list indices"),
+        ("null", "NoneType"),
+        ('{"eos_token_id": 2', "it is not JSON"),  # transformers reads config.json alone, and says nothing
+        ('{"eos_token_id": "</s>"}', "eos_token_id is '</s>', not a number or a list of numbers"),
+        ('{"max_new_tokens": -3}', "must be greater than 0"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_read_is_named(tmp_path, weights, text, said):
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"{file} cannot be read: .*{re.escape(said)}.* or remove it"):
+        build.build_policy(ModelConfig(path=str(tmp_path)), weights=weights)
+    file.unlink()
+    assert build.build_policy(ModelConfig(path=str(tmp_path)), weights=weights).generation_config is not None
 
 
 def test_adapters_larger_than_every_matrix_are_refused() -> None:

@@ -228,6 +228,16 @@ def test_weights_that_were_cut_are_found_without_loading_any(overrides, task, tm
     assert set(found) == {key} and f"{file} is damaged or incomplete: it has 5000 bytes" in found[key], found
 
 
+def test_a_generation_config_that_is_no_object_is_found_without_loading_weights(overrides, task, tmp_path):
+    shutil.copytree(task / "model", tmp_path / "odd")
+    (tmp_path / "odd" / "generation_config.json").write_text("[2]")
+    key = "actor_rollout_ref.model.path"
+    found = errors(examined(overrides, f"{key}={tmp_path}/odd", "algorithm.adv_estimator=grpo"))
+    assert set(found) == {key} and f"{tmp_path}/odd/generation_config.json cannot be read" in found[key], (
+        found
+    )
+
+
 def test_sequences_longer_than_the_model(overrides):
     found = errors(examined(overrides, "data.max_response_length=100"))
     assert "sequences of 108 tokens" in found["actor_rollout_ref.rollout.max_model_len"], found

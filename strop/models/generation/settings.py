@@ -5,6 +5,7 @@ transformers and vLLM stop at its EOS tokens, and so does Strop.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,41 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from strop.config.schema.model import ModelConfig
-from strop.models.load import load_config, resolve
+from strop.models.load import first_line, load_config, resolve
 
 
 def read_generation_config(source: str) -> GenerationConfig | None:
-    """Return the generation config of a model's folder or name; None if it has none."""
+    """Return the generation config of a model's folder or name; None if it has none.
+
+    transformers takes a file that is not JSON for a missing one: samples would end at other tokens.
+    """
     try:
-        return GenerationConfig.from_pretrained(source)
-    except OSError:
+        found = GenerationConfig.from_pretrained(source)
+    except OSError as error:
+        if isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError):
+            raise _damaged(source, f"it is not JSON ({error.__context__})") from error
         return None
+    except Exception as error:  # a list, or a value that transformers refuses
+        raise _damaged(source, first_line(error).rstrip(".")) from error
+    ends = found.eos_token_id
+    numbers = ends if isinstance(ends, list) else [ends]
+    if ends is not None and not all(type(number) is int for number in numbers):
+        raise _damaged(source, f"eos_token_id is {ends!r}, not a number or a list of numbers")
+    return found
 
 
-def load_generation_config(model: Any, source: str) -> None:
+def _damaged(source: str, reason: str) -> ValueError:
+    file = Path(source) / GENERATION_CONFIG_NAME
+    place = str(file) if file.is_file() else f"{GENERATION_CONFIG_NAME} of {source!r}"
+    return ValueError(
+        f"{place} cannot be read: {reason}. It must be one JSON object, such as "
+        '{"eos_token_id": 2}. Correct it, fetch it again, or remove it: without it the end tokens of '
+        "config.json hold."
+    )
+
+
+def load_generation_config(model: Any, found: GenerationConfig | None) -> None:
     """Give a model that was built without its weights the generation config that it has with them."""
-    found = read_generation_config(source)
     if found is not None and model.can_generate():
         model.generation_config = found
 
