@@ -196,8 +196,7 @@ def stored_dtype(settings: ModelConfig) -> torch.dtype:
 def _language_model(settings: ModelConfig, dtype: torch.dtype, weights: bool = True) -> PreTrainedModel:
     _import_libraries(settings)
     source = resolve(settings.path)
-    config = _config(settings)
-    untie_own_head(config, source)
+    config = language_config(settings)
     generation = read_generation_config(source.name)  # damage is said before weights are read
     if not weights:
         with meta_init():
@@ -232,6 +231,14 @@ def _scalar_model(
         **source.weight_arguments,
     )
     return _prepare(model, settings)
+
+
+def language_config(settings: ModelConfig) -> PreTrainedConfig:
+    """The configuration of the policy: config.json with override_config, corrected where the files have an
+    output head of their own."""
+    config = _config(settings)
+    untie_own_head(config, resolve(settings.path))
+    return config
 
 
 def _config(settings: ModelConfig) -> PreTrainedConfig:

@@ -108,7 +108,7 @@ def build_ppo(
     policies = build_policies(config, roles.actor)
     module = rollout_module(config, roles.actor, device)
     if rollout.nnodes:
-        engine = replica_engine(config, ranks)
+        engine = replica_engine(config, module, ranks)
     else:
         engine = engine_for(rollout, module, record_experts=records_experts(config))
     engine_memory.engine = engine

@@ -44,6 +44,7 @@ from strop.models.build import (
     build_reference,
     build_reward_model,
     compute_dtype,
+    language_config,
 )
 from strop.models.tensor_parallel import Divided, team_of
 from strop.ppo.teacher import build_teacher, local_teacher
@@ -237,19 +238,33 @@ def replica_spec(config: PpoConfig) -> ReplicaSpec | None:
     )
 
 
-def replica_engine(config: PpoConfig, ranks: Ranks) -> Engine:
+def replica_engine(config: PpoConfig, module: PreTrainedModel, ranks: Ranks) -> Engine:
     """The engine over the rollout replicas that the starter of this rank has prepared."""
     from strop.rollout.external import model_source
     from strop.runtime.ray.replica_pool import connect_replica_pool
     from strop.runtime.replica_engine import ReplicaEngine
 
     rollout = config.actor_rollout_ref.rollout
+    refuse_lost_head(config, module)
     pool = connect_replica_pool()
     assert pool.size == replica_count(rollout)
     path = config.actor_rollout_ref.model.path
     assert path is not None, "the preflight refuses a run without a model"
     source = model_source(path, max_model_len(rollout))
     return ReplicaEngine(source, pool, weight_transport(config, pool), ranks)
+
+
+def refuse_lost_head(config: PpoConfig, module: PreTrainedModel) -> None:
+    """Replicas build the model from its configuration, before any weights are read. An output head that only
+    the loaded weights show would be left out there: they would sample from the embedding."""
+    settings = config.actor_rollout_ref.model
+    nnodes = config.actor_rollout_ref.rollout.nnodes
+    if not module.config.tie_word_embeddings and language_config(settings).tie_word_embeddings:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.nnodes={nnodes}: {settings.path} has an output head of its own, "
+            "although its config.json ties it to the embedding; rollout replicas would sample without it. "
+            "Set actor_rollout_ref.model.override_config.tie_word_embeddings=false."
+        )
 
 
 def weight_transport(config: PpoConfig, pool: WeightReceivers) -> Transport:

@@ -8,6 +8,7 @@ the engine, and a weight update replaces all weights or none.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import copy
 import math
@@ -23,7 +24,9 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
-from strop.models.build import compute_dtype
+from strop.config.schema.model import ModelConfig
+from strop.models.build import compute_dtype, language_config
+from strop.models.load import load_config, resolve
 from strop.models.lora import has_adapters, merged_weights
 from strop.registry import did_you_mean
 from strop.rollout.base import (
@@ -114,8 +117,6 @@ class ModelSource:
 def model_source(model: nn.Module | str | Path, max_model_len: int | None) -> ModelSource:
     """The source for a Hugging Face module (adapters allowed) or for the folder of a model."""
     if isinstance(model, str | Path):
-        from strop.models.load import load_config, resolve
-
         config = load_config(resolve(str(model)))
         limit = resolve_max_model_len(config, max_model_len)
         vision = hasattr(config, "vision_config")
@@ -135,6 +136,30 @@ def model_source(model: nn.Module | str | Path, max_model_len: int | None) -> Mo
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model)}
     vision = hasattr(config, "vision_config") and _copy_processor(str(base.config.name_or_path), folder)
     return ModelSource(folder, limit, num_embeddings(base), shapes, base, vision, temporary)
+
+
+def engine_folder(settings: ModelConfig) -> str:
+    """The folder from which an engine builds the model that the trainer builds: that of model.path, or one
+    that links to its files and has the trainer's config.json. The latter goes with this process."""
+    source = resolve(settings.path)
+    if source.gguf_file is not None:
+        return str(settings.path)
+    config = language_config(settings)
+    stored = load_config(source, trust_remote_code=settings.trust_remote_code)
+    if config.to_dict() == stored.to_dict():
+        return source.name
+    files = Path(source.name)
+    if not files.is_dir():
+        from huggingface_hub import snapshot_download
+
+        files = Path(snapshot_download(source.name))
+    folder = tempfile.mkdtemp(prefix="strop-model-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file in files.iterdir():
+        if file.name != "config.json":
+            (Path(folder) / file.name).symlink_to(file.absolute())
+    config.save_pretrained(folder)
+    return folder
 
 
 def _copy_processor(source: str, folder: str) -> bool:

@@ -22,7 +22,7 @@ from strop.config.schema.model import ModelConfig
 from strop.models.build import allocate, build_reference, compute_dtype
 from strop.rollout.base import Completion, Engine, Request, Sampling, build_engine
 from strop.rollout.buckets import read_bucket
-from strop.rollout.external import ExternalEngine
+from strop.rollout.external import ExternalEngine, engine_folder
 from strop.runtime.weight_broadcast import BroadcastGroup, Rendezvous, join_group
 
 NamedWeights = list[tuple[str, Tensor]]
@@ -47,8 +47,7 @@ class ReplicaSpec:
     def make(self) -> Engine:
         """Build the engine."""
         if self.holds_weights:
-            assert self.model.path is not None, "the preflight asks for model.path"
-            return build_engine(self.engine, self.model.path, **self.settings)
+            return build_engine(self.engine, engine_folder(self.model), **self.settings)
         device = self.place()
         module = build_reference(self.model, dtype=compute_dtype(self.dtype, device), weights=False)
         allocate(module, device)

@@ -178,6 +178,26 @@ def test_both_samplers_report_log_probs_at_the_temperature_of_each_row() -> None
     assert extension.strop_prepare() == "filtered"
 
 
+def test_a_head_of_its_own_is_refused_by_an_engine_that_ties_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM skips it in silence, and samples from the embedding: a server has the config.json of its folder."""
+    model: Any = nn.Module()
+    model.model = nn.Module()
+    model.model.embed_tokens = nn.Embedding(11, 4)
+    model.lm_head = nn.Linear(4, 11, bias=False)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    extension = Extension()
+    extension.model_runner = SimpleNamespace(model=model)
+    buckets, sent = Buckets(1), []
+    buckets.send({"lm_head.weight": torch.zeros(11, 4)}.items(), lambda contents, _: sent.append(contents))
+    with pytest.raises(ValueError, match=r"--hf-overrides '\{\"tie_word_embeddings\": false\}'"):
+        extension.strop_load(sent[0])
+    model.lm_head = nn.Linear(4, 11, bias=False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError):  # it goes on to vLLM's own reload
+        extension.strop_load(sent[0])
+    buckets.close()
+
+
 class _Sleeper:
     """Writes down what is asked of vLLM's engine."""
 

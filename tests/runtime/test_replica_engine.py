@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from strop.config.compose import load
+from strop.config.schema.model import ModelConfig
+from strop.models.build import build_policy
+from strop.ppo.roles import refuse_lost_head
 from strop.ranks import Ranks
 from strop.rollout.base import Completion, EngineDied, Request, Sampling
 from strop.rollout.buckets import read_bucket
@@ -23,6 +30,7 @@ from strop.runtime.replica_engine import (
 )
 from strop.runtime.rollout_replica import ReplicaSpec, RolloutReplica, WeightFeed, map_file
 from strop.runtime.weight_transports import FileTransport, ObjectStoreTransport
+from tests.models.tiny import tiny_model
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -261,7 +269,6 @@ def test_a_feed_gives_every_weight_once_and_raises_what_the_taker_raises():
 
 def test_a_replica_samples_from_the_weights_it_was_given(task):
     """The very tokens and log-probs of an engine beside the trainer."""
-    from strop.config.compose import load
     from strop.models.build import build_reference
     from strop.rollout.base import build_engine
     from strop.rollout.external import named_weights
@@ -287,6 +294,64 @@ def test_a_replica_samples_from_the_weights_it_was_given(task):
 
     found = asyncio.run(use())
     assert [(c.ids, c.log_probs, c.version) for c in found] == [(c.ids, c.log_probs, 3) for c in expected[0]]
+
+
+@pytest.fixture
+def own_head(tmp_path):
+    """A model folder with an output head of its own, whose config.json ties it to the embedding."""
+    folder = tmp_path / "model"
+    tiny_model("qwen2").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    head = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file({**weights, "lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_replica_starts_vllm_and_sglang_from_the_configuration_of_the_trainer(
+    own_head, monkeypatch, engine
+):
+    """They build the model themselves: with a tied head they would leave out the head that they are sent, and
+    without override_config they would compute other positions."""
+    started: list[Path] = []
+    monkeypatch.setattr(
+        "strop.rollout.vllm.engine.VllmEngine.__init__", lambda _, model, **__: started.append(Path(model))
+    )
+    monkeypatch.setattr(
+        "strop.rollout.sglang.SglangEngine.__init__", lambda _, model, **__: started.append(Path(model))
+    )
+    changed = {"max_position_embeddings": 77}
+    for model in (
+        ModelConfig(path=str(own_head)),
+        ModelConfig(path=str(own_head), override_config=changed),
+    ):
+        ReplicaSpec(engine, model, {}, "float32", "cpu", True).make()
+        built = json.loads((started[-1] / "config.json").read_text())
+        assert built["tie_word_embeddings"] is False
+        assert (built["max_position_embeddings"] == 77) == bool(model.override_config)
+        assert (
+            load_file(started[-1] / "model.safetensors").keys()
+            == load_file(own_head / "model.safetensors").keys()
+        )
+    tiny_model("qwen2").save_pretrained(own_head)
+    ReplicaSpec(engine, ModelConfig(path=str(own_head)), {}, "float32", "cpu", True).make()
+    assert started[-1] == own_head  # nothing differs
+
+
+def test_a_head_that_replicas_would_lose_is_refused_before_they_sample(own_head):
+    """transformers finds it in files that are not safetensors while it loads them. Replicas are told no more
+    than the configuration."""
+    weights = load_file(own_head / "model.safetensors")
+    torch.save(weights, own_head / "pytorch_model.bin")
+    (own_head / "model.safetensors").unlink()
+    words = [f"actor_rollout_ref.model.path={own_head}", "data.train_files=x.parquet", "rollout.nnodes=1"]
+    key = "actor_rollout_ref.model.override_config.tie_word_embeddings=false"
+    config = load("ppo_trainer", words).config
+    module = build_policy(config.actor_rollout_ref.model)
+    with pytest.raises(ValueError, match=rf"rollout.nnodes=1: {own_head} .*Set {key}\."):
+        refuse_lost_head(config, module)
+    refuse_lost_head(load("ppo_trainer", [*words, f"+{key}"]).config, module)
 
 
 def _done():

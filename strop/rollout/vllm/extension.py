@@ -25,6 +25,8 @@ class Extension:
     device: torch.device
     model_runner: VllmObject
     vllm_config: VllmObject
+    strop_head_is_tied: bool
+    """Before the reload that is under way."""
 
     def strop_prepare(self) -> str:
         """Report log-probs of the distribution after temperature, before top-k, top-p and penalties.
@@ -40,14 +42,22 @@ class Extension:
     def strop_load(self, contents: str) -> int:
         """Load a bucket of weights (see buckets.py) and return their number. vLLM converts each layer to its
         own layout once all weights of the layer have arrived."""
+        weights, first, last = read_bucket(contents)
+        model = self.model_runner.model
+        if first:
+            self.strop_head_is_tied = _head_is_tied(model)
+        if self.strop_head_is_tied and any(name.endswith("lm_head.weight") for name, _ in weights):
+            raise ValueError(
+                "the policy has an output head of its own, but vLLM was started with "
+                "tie_word_embeddings=true and would sample without it. Start vLLM with "
+                "--hf-overrides '{\"tie_word_embeddings\": false}'."
+            )
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
 
-        weights, first, last = read_bucket(contents)
-        model = self.model_runner.model
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             if first:
                 initialize_layerwise_reload(model)
@@ -102,6 +112,18 @@ def _patch_logprobs(sampler: VllmObject) -> None:
 def _divisor(temperature: Tensor) -> Tensor:
     """Greedy rows are reported at temperature 1."""
     return torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
+
+
+def _head_is_tied(model: VllmObject) -> bool:
+    """Whether the output head shares the weight of the embedding: vLLM then skips the head's weight, or loads
+    it into both."""
+    layers = dict(model.named_modules(remove_duplicate=False))
+    for name, head in layers.items():
+        weight = getattr(head, "weight", None)
+        if name.rpartition(".")[2] == "lm_head" and weight is not None:
+            sharing = [other for other in layers if getattr(layers[other], "weight", None) is weight]
+            return len(sharing) > 1
+    return False
 
 
 def _refresh_tied_heads(model: VllmObject) -> None:
