@@ -143,7 +143,7 @@ class Runner:
         wanted = self.device.type == "cpu" and is_named(self.model, compiled_attention.NAME)
         sizes = [layer[1:] for layer in probe.layers.values()]
         fits = bool(sizes) and all(compiled_attention.takes(probe.dtype, *each) for each in sizes)
-        return wanted and fits and compiled_attention.is_available()
+        return wanted and fits and compiled_attention.is_available(probe.dtype)
 
     def _refusal(self, problem: str) -> ValueError:
         name = type(base_model(self.model)).__name__

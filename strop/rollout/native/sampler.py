@@ -86,7 +86,8 @@ def sample(
 ) -> SampledTokens:
     """One token per row of [rows, vocabulary]; `penalised`: the logits to sample from, if they differ."""
     rows, vocabulary = logits.shape
-    if penalised is None and not settings.filters and draw.takes(logits):
+    plain = penalised is None and not settings.filters
+    if plain and vocabulary >= draw.SMALLEST_VOCABULARY and draw.takes(logits):
         found = draw.draw(logits, uniform, settings.temperature, _greedy_rows(settings, rows))
         return SampledTokens(*found)
     at_a_time = max(1, _HOST_NUMBERS // vocabulary)

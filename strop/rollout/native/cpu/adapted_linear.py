@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from strop.models.changes import Change, SetAttribute
 from strop.models.lora import adapted_layers
 from strop.models.lora_cpu.layers import plain_adapter
-from strop.rollout.native.cpu.few_rows import Adapter, PackedWeight
+from strop.rollout.native.cpu.few_rows import PackedWeight
+from strop.rollout.native.cpu.few_rows_bf16 import PackedBf16Weight
 from strop.rollout.native.cpu.frozen_weights import FrozenLinear
 from strop.rollout.native.cpu.packed_linear import CompiledLinear
 
 
 def adapted_changes(model: nn.Module, frozen: Iterable[FrozenLinear]) -> Iterator[Change]:
     """The forwards of LoRA layers over these frozen layers, where their products are compiled."""
-    weights: dict[nn.Module | None, PackedWeight] = {}
+    weights: dict[nn.Module | None, PackedWeight | PackedBf16Weight] = {}
     for one in frozen:
         if isinstance(one.forward, CompiledLinear):
             weights[one.layer] = one.forward.packed_weight
@@ -32,8 +33,9 @@ def adapted_changes(model: nn.Module, frozen: Iterable[FrozenLinear]) -> Iterato
             yield SetAttribute(layer, "forward", _forward(layer, weight))
 
 
-def _forward(layer: Any, weight: PackedWeight) -> Callable[..., Tensor]:
-    usual = _Usual(layer)
+def _forward(layer: Any, weight: Any) -> Callable[..., Tensor]:
+    """`weight`: packed, of either kind; it makes the adapters that it takes."""
+    usual = _Usual(layer, weight)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         plain = not args and not kwargs and not torch.is_grad_enabled() and usual.holds(x)
@@ -50,7 +52,7 @@ class _Usual:
     up in the way of peft takes longer than a small product: it is looked up once per rollout, and each call
     sees whether anything changed."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, weight: Any) -> None:
         self._layer = layer
         self._active = list(layer.active_adapters)
         self.base_weights = layer.base_layer._parameters
@@ -58,12 +60,13 @@ class _Usual:
         self._known = name is not None
         if name is None:
             return
-        self.adapter = Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-        self.rank = len(self.adapter.a)
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        self.adapter = weight.adapter(a, b, layer.scaling[name])
+        self.rank = len(a)
         self._name = name
         parts = (layer.base_layer, layer.lora_A[name], layer.lora_B[name])
         self._hooks = [part._forward_hooks for part in parts] + [part._forward_pre_hooks for part in parts]
-        whole = self.adapter.a.is_contiguous() and self.adapter.b.is_contiguous()
+        whole = a.is_contiguous() and b.is_contiguous()
         self._known = whole and layer.lora_A[name].bias is None
 
     def holds(self, x: Tensor) -> bool:

@@ -23,18 +23,25 @@ _log = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-fPIC", "-fopenmp")
 _AVX512_FLAGS = ("-mavx512f", "-mfma", "-mprefer-vector-width=512")
+_AMX_FLAGS = ("-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+_BF16_FLAGS = ("-DBF16",)
+"""See vectors.h."""
 _SECONDS = 60
 """A compiler that takes longer is given up; it takes about one."""
 
 
 @cache
-def load_library(source: Path) -> ctypes.CDLL | None:
+def load_library(
+    source: Path, dtype: torch.dtype = torch.float32, *, amx: bool = False
+) -> ctypes.CDLL | None:
     """The functions of a C file, or None where there is no compiler or another CPU than they are for.
+
+    `dtype`: of the numbers in memory, in files with vectors.h. `amx`: the file needs AMX.
 
     The file is compiled without the library of OpenMP: torch has loaded one, and threads of a second one
     would wait for work on the same cores.
     """
-    flags = _flags()
+    flags = _flags(dtype, amx)
     compiler = shlex.split(os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "")
     if flags is None or not compiler:
         return None
@@ -56,12 +63,19 @@ def is_arm_linux() -> bool:
     return sys.platform == "linux" and platform.machine() == "aarch64"
 
 
-def _flags() -> tuple[str, ...] | None:
+def _flags(dtype: torch.dtype, amx: bool) -> tuple[str, ...] | None:
     """For the vectors of this CPU; None for a CPU without an implementation."""
+    flags: tuple[str, ...] = _FLAGS
+    if dtype == torch.bfloat16:
+        flags = (*flags, *_BF16_FLAGS)
+    if amx and not (sys.platform == "linux" and torch.cpu._is_amx_tile_supported()):
+        return None
+    if amx:
+        return (*flags, *_AVX512_FLAGS, *_AMX_FLAGS)
     if is_arm_linux():
-        return _FLAGS
+        return flags
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        return (*_FLAGS, *_AVX512_FLAGS)
+        return (*flags, *_AVX512_FLAGS)
     return None
 
 

@@ -1,9 +1,9 @@
-/* Attention of one new token per row over its cached keys and values, in float32, for CPUs with AVX-512.
+/* Attention of one new token per row over its cached keys and values, for CPUs with AVX-512.
 
    A decode step reads the keys and values of all rows once and computes little with each number, so it takes
    as long as memory does. Query heads that share a key head are computed together: a block of LANES keys is
    read once, while it is in the L1 cache each query head is multiplied with it. Scores of the whole context
-   are kept; values are weighted in a second pass. The sums of a row are in the order of its positions, so a
+   are kept; values are weighted in a second pass. Blocks in bf16 are widened once for all heads. The sums of a row are in the order of its positions, so a
    result does not depend on other rows or on the number of threads. */
 
 #include "vectors.h"
@@ -64,9 +64,20 @@ static inline void add_values(const float *weights, const float *values, ptrdiff
 }
 
 /* A share of the numbers that are needed soon, [count] from `next` on, comes into the cache. */
-static inline void fetch(const float *next, ptrdiff_t count, ptrdiff_t share, ptrdiff_t shares) {
-    for (ptrdiff_t i = count * share / shares / LANES; i < count * (share + 1) / shares / LANES; i++)
-        __builtin_prefetch(next + i * LANES);
+static inline void fetch(const number *next, ptrdiff_t count, ptrdiff_t share, ptrdiff_t shares) {
+    enum { LINE = 64 / sizeof(number) /* numbers of a cache line */ };
+    for (ptrdiff_t i = count * share / shares / LINE; i < count * (share + 1) / shares / LINE; i++)
+        __builtin_prefetch(next + i * LINE);
+}
+
+/* `count` numbers, a multiple of LANES, in float32: as they are, or widened into `wide` */
+static inline const float *in_float(const number *from, float *wide, ptrdiff_t count) {
+#ifdef BF16
+    for (ptrdiff_t i = 0; i < count; i += LANES) *(vec *)(wide + i) = load(from + i);
+    return wide;
+#else
+    return from;
+#endif
 }
 
 /* scores [count], a multiple of LANES, become exp(scores - their maximum); returns the sum */
@@ -85,46 +96,54 @@ static float weigh(float *scores, ptrdiff_t count) {
 
 /* out [heads][size]: attention of query [heads][size] over the keys and values [count][size] of one key
    head. scores: heads * (count rounded up to LANES) */
-static void attend(const float *query, const float *keys, const float *values, float *out, float *scores,
+static void attend(const number *query, const number *keys, const number *values, number *out, float *scores,
                    ptrdiff_t heads, ptrdiff_t count, ptrdiff_t size, float scale) {
     ptrdiff_t whole = count / LANES * LANES;
     ptrdiff_t width = (count + LANES - 1) / LANES * LANES;
-    float last[LANES * MOST_SIZE] __attribute__((aligned(64)));
+    number last[LANES * MOST_SIZE] __attribute__((aligned(64)));
+    float wide[LANES * MOST_SIZE] __attribute__((aligned(64)));
+    float wide_query[heads * size];
+    float total[heads * size];
+    float sums[heads];
+    const float *queries = in_float(query, wide_query, heads * size);
     for (ptrdiff_t j = 0; j < width; j += LANES) {
-        const float *block = keys + j * size;
+        const number *block = keys + j * size;
         ptrdiff_t later = j + AHEAD * LANES;
-        const float *next = later < width ? keys + later * size : values + (later - width) * size;
+        const number *next = later < width ? keys + later * size : values + (later - width) * size;
         if (j == whole) { /* the rest of the block is not read: other rows, or no memory, may follow */
             for (ptrdiff_t i = 0; i < LANES * size; i++) last[i] = i < (count - j) * size ? block[i] : 0;
             block = last;
         }
+        const float *all_keys = in_float(block, wide, LANES * size);
         for (ptrdiff_t h = 0; h < heads; h++) {
             fetch(next, LANES * size, h, heads);
-            *(vec *)(scores + h * width + j) = products(query + h * size, block, size) * scale;
+            *(vec *)(scores + h * width + j) = products(queries + h * size, all_keys, size) * scale;
         }
     }
-    float sums[heads];
     for (ptrdiff_t h = 0; h < heads; h++) {
         for (ptrdiff_t j = count; j < width; j++) scores[h * width + j] = -INFINITY;
         sums[h] = weigh(scores + h * width, width);
-        for (ptrdiff_t i = 0; i < size; i++) out[h * size + i] = 0;
+        for (ptrdiff_t i = 0; i < size; i++) total[h * size + i] = 0;
     }
-    for (ptrdiff_t j = 0; j < count; j += LANES)
+    for (ptrdiff_t j = 0; j < count; j += LANES) {
+        ptrdiff_t in_block = count - j < LANES ? count - j : LANES;
+        const float *all_values = in_float(values + j * size, wide, in_block * size);
         for (ptrdiff_t h = 0; h < heads; h++) {
             fetch(values + (j + AHEAD * LANES) * size, LANES * size, h, heads);
-            add_values(scores + h * width + j, values + j * size, count - j < LANES ? count - j : LANES, size,
-                       out + h * size);
+            add_values(scores + h * width + j, all_values, in_block, size, total + h * size);
         }
+    }
     for (ptrdiff_t h = 0; h < heads; h++)
-        for (ptrdiff_t i = 0; i < size; i++) out[h * size + i] /= sums[h];
+        for (ptrdiff_t i = 0; i < size; i += LANES)
+            store(out + h * size + i, *(vec *)(total + h * size + i) / sums[h]);
 }
 
 /* query and out [rows][key_heads][heads][size]; keys and values [places][key_heads][capacity][size]. Row r
    reads the positions up to positions[r] of place places[r], or only the last `window` of them if it is above 0.
    new_keys and new_values [rows][key_heads][size] are written at these positions before; NULL: they are there.
    scores: threads * heads * (the longest context, rounded up to LANES) */
-void strop_decode_attention(const float *query, const float *new_keys, const float *new_values, float *keys,
-                            float *values, const int64_t *places, const int64_t *positions, float *out,
+void strop_decode_attention(const number *query, const number *new_keys, const number *new_values, number *keys,
+                            number *values, const int64_t *places, const int64_t *positions, number *out,
                             float *scores, ptrdiff_t rows, ptrdiff_t key_heads, ptrdiff_t heads,
                             ptrdiff_t size, ptrdiff_t capacity, ptrdiff_t window, float scale,
                             ptrdiff_t scores_per_thread, int threads) {
@@ -139,8 +158,8 @@ void strop_decode_attention(const float *query, const float *new_keys, const flo
             ptrdiff_t start = (places[row] * key_heads + task % key_heads) * capacity;
             if (new_keys) {
                 ptrdiff_t newest = (start + end - 1) * size;
-                memcpy(keys + newest, new_keys + task * size, size * sizeof(float));
-                memcpy(values + newest, new_values + task * size, size * sizeof(float));
+                memcpy(keys + newest, new_keys + task * size, size * sizeof(number));
+                memcpy(values + newest, new_values + task * size, size * sizeof(number));
             }
             ptrdiff_t from = (start + begin) * size;
             attend(query + task * heads * size, keys + from, values + from, out + task * heads * size, own,

@@ -23,8 +23,8 @@ NAME = "decode_attention"
 _LANES = 16
 _PART = 4 * _LANES
 _MOST_SIZE = 256
-_LARGEST_ERROR = 1e-5
-"""Of the check of a compiled function, whose outputs are about 1."""
+_LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
+"""Of the check of a compiled function, whose outputs are below 2."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ class MaskAndScale(Protocol):
 
 
 @cache
-def _function() -> ctypes.CDLL | None:
-    library = None if is_arm_linux() else load_library(Path(__file__).with_suffix(".c"))
+def _function(dtype: torch.dtype) -> ctypes.CDLL | None:
+    library = None if is_arm_linux() else load_library(Path(__file__).with_suffix(".c"), dtype)
     if library is None:
         return None
     address = ctypes.c_void_p
@@ -50,17 +50,21 @@ def _function() -> ctypes.CDLL | None:
         [address] * 9 + [size] * 6 + [ctypes.c_float, size, ctypes.c_int]
     )
     library.strop_decode_attention.restype = None
-    if not _computes_right(library):
+    if not _computes_right(library, dtype):
         return None
     return library
 
 
-def _computes_right(library: ctypes.CDLL) -> bool:
+def _computes_right(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 2, 3, 64, generator=generator)
-    keys = torch.randn(3, 2, 50, 64, generator=generator)
-    values = torch.randn(3, 2, 50, 64, generator=generator)
-    newest = (torch.randn(2, 2, 64, generator=generator), torch.randn(2, 2, 64, generator=generator))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    query = random(2, 2, 3, 64)
+    keys = random(3, 2, 50, 64)
+    values = random(3, 2, 50, 64)
+    newest = (random(2, 2, 64), random(2, 2, 64))
     places = torch.tensor([2, 0])
     positions = torch.tensor([40, 15])
     out = _call(library, query, newest, keys, values, places, positions, 64**-0.5, 20)
@@ -69,23 +73,25 @@ def _computes_right(library: ctypes.CDLL) -> bool:
     error = 0.0
     for row, (place, end) in enumerate([(2, 41), (0, 16)]):
         seen = slice(max(0, end - 20), end)
-        expected = F.scaled_dot_product_attention(query[row], keys[place, :, seen], values[place, :, seen])
+        expected = F.scaled_dot_product_attention(
+            query[row].float(), keys[place, :, seen].float(), values[place, :, seen].float()
+        )
         error = max(error, (out[row] - expected).abs().max().item())
-    if not written or not error < _LARGEST_ERROR:
+    if not written or not error <= _LARGEST_ERROR[dtype]:
         _log.warning("decode_attention.c is not used: it differs by %.1e from torch", error)
         return False
     return True
 
 
-def is_available() -> bool:
-    """Whether this machine can compile it and computes it right."""
-    return _function() is not None
+def is_available(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether this machine can compile it for such numbers and computes it right."""
+    return dtype in _LARGEST_ERROR and _function(dtype) is not None
 
 
 def takes(dtype: torch.dtype, key_size: int, value_size: int) -> bool:
     """Whether it can compute heads of this size and precision."""
     fits = key_size == value_size and key_size % _PART == 0 and key_size <= _MOST_SIZE
-    return fits and dtype == torch.float32
+    return fits and dtype in _LARGEST_ERROR
 
 
 def decode_attention(
@@ -102,7 +108,7 @@ def decode_attention(
     Row r sees the positions up to positions[r], or the last `options.window` of them, of row places[r] of the
     cache: `keys` and `values` are [cache rows, key heads, capacity, size]. `newest`: keys and values [rows,
     key heads, size] of these positions, which are written to the cache first."""
-    library = _function()
+    library = _function(query.dtype)
     assert library is not None
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     query = query.contiguous()
@@ -128,7 +134,7 @@ def _call(
     threads = torch.get_num_threads()
     per_thread = heads * (-(-capacity // _LANES) * _LANES)
     out = torch.empty_like(query)
-    scores = query.new_empty(threads * per_thread)
+    scores = torch.empty(threads * per_thread)
     library.strop_decode_attention(
         query.data_ptr(),
         *(None if one is None else one.data_ptr() for one in new),

@@ -1,4 +1,4 @@
-/* The next token of each row from its logits in float32, for CPUs with AVX-512: what sampler.py does for rows
+/* The next token of each row from its logits, for CPUs with AVX-512: what sampler.py does for rows
    without top-k, top-p, min-p and penalties. A row is read twice; the second time it is in the L2 cache. */
 
 #include "vectors.h"
@@ -8,24 +8,17 @@ enum {
     BLOCK = 8 * SUMS * LANES, /* logits whose weights are summed in float32; sums of blocks are in float64 */
 };
 
-/* LANES logits from `logits` on, of which `count` are there; the others have no weight. */
-static inline vec padded(const float *logits, ptrdiff_t count) {
-    vec found = all(-INFINITY);
-    for (int j = 0; j < count && j < LANES; j++) found[j] = logits[j];
-    return found;
-}
-
 /* The sum of exp(logits / temperature - top) of at most BLOCK logits. `weights` is NULL, or gets them, zeros
    up to a multiple of LANES. */
-static float block_weight(const float *logits, ptrdiff_t count, float temperature, float top, float *weights) {
+static float block_weight(const number *logits, ptrdiff_t count, float temperature, float top, float *weights) {
     vec sums[SUMS] = {{0}};
     ptrdiff_t i = 0;
     for (; !weights && i + SUMS * LANES <= count; i += SUMS * LANES)
 #pragma GCC unroll 4
         for (int s = 0; s < SUMS; s++)
-            sums[s] += exponential(*(const vec *)(logits + i + s * LANES) / temperature - top);
+            sums[s] += exponential(load(logits + i + s * LANES) / temperature - top);
     for (; i < count; i += LANES) {
-        vec part = i + LANES <= count ? *(const vec *)(logits + i) : padded(logits + i, count - i);
+        vec part = i + LANES <= count ? load(logits + i) : load_some(logits + i, count - i, -INFINITY);
         vec weight = exponential(part / temperature - top);
         if (weights) *(vec *)(weights + i) = weight;
         sums[0] += weight;
@@ -33,20 +26,20 @@ static float block_weight(const float *logits, ptrdiff_t count, float temperatur
     return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-static float largest(const float *logits, ptrdiff_t count) {
+static float largest(const number *logits, ptrdiff_t count) {
     vec tops[SUMS];
     for (int s = 0; s < SUMS; s++) tops[s] = all(-INFINITY);
     ptrdiff_t i = 0;
     for (; i + SUMS * LANES <= count; i += SUMS * LANES)
 #pragma GCC unroll 4
-        for (int s = 0; s < SUMS; s++) tops[s] = larger(*(const vec *)(logits + i + s * LANES), tops[s]);
-    for (; i < count; i += LANES) tops[0] = larger(padded(logits + i, count - i), tops[0]);
+        for (int s = 0; s < SUMS; s++) tops[s] = larger(load(logits + i + s * LANES), tops[s]);
+    for (; i < count; i += LANES) tops[0] = larger(load_some(logits + i, count - i, -INFINITY), tops[0]);
     return largest_of(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
 }
 
 /* The first token whose cumulative weight exceeds uniform times the total. bounds: cumulative weights of
    blocks. Tokens of weight 0 are never chosen. */
-static ptrdiff_t chosen(const float *logits, ptrdiff_t count, float temperature, float top, double uniform,
+static ptrdiff_t chosen(const number *logits, ptrdiff_t count, float temperature, float top, double uniform,
                         const double *bounds, ptrdiff_t blocks) {
     float weights[BLOCK];
     double target = uniform * bounds[blocks - 1];
@@ -70,7 +63,7 @@ static ptrdiff_t chosen(const float *logits, ptrdiff_t count, float temperature,
 /* tokens, log_probs and valid of each row of logits [rows][stride], of which `count` are tokens. temperatures:
    one per row, or NULL: 1. greedy: rows that take the first of the likeliest tokens, or NULL: none. A row
    with logits that are no numbers is not valid. bounds: threads * blocks */
-void strop_draw(const float *logits, const double *uniforms, const float *temperatures, const uint8_t *greedy,
+void strop_draw(const number *logits, const double *uniforms, const float *temperatures, const uint8_t *greedy,
                 int64_t *tokens, float *log_probs, uint8_t *valid, double *bounds, ptrdiff_t rows,
                 ptrdiff_t count, ptrdiff_t stride, int threads) {
     extern int omp_get_thread_num(void);
@@ -80,7 +73,7 @@ void strop_draw(const float *logits, const double *uniforms, const float *temper
         double *own = bounds + omp_get_thread_num() * blocks;
 #pragma omp for schedule(dynamic, 1)
         for (ptrdiff_t row = 0; row < rows; row++) {
-            const float *from = logits + row * stride;
+            const number *from = logits + row * stride;
             float temperature = temperatures ? temperatures[row] : 1;
             float highest = largest(from, count);
             float top = highest / temperature;
@@ -93,11 +86,11 @@ void strop_draw(const float *logits, const double *uniforms, const float *temper
             valid[row] = isfinite(total);
             ptrdiff_t token = 0;
             if (valid[row] && greedy && greedy[row])
-                while (from[token] != highest) token++;
+                while (load_some(from + token, 1, 0)[0] != highest) token++;
             else if (valid[row])
                 token = chosen(from, count, temperature, top, uniforms[row], own, blocks);
             tokens[row] = token;
-            log_probs[row] = from[token] / temperature - top - (float)log(total);
+            log_probs[row] = load_some(from + token, 1, 0)[0] / temperature - top - (float)log(total);
         }
     }
 }

@@ -16,35 +16,38 @@ from strop.rollout.native.cpu.compiler import is_arm_linux, load_library
 _LARGEST_ERROR = 1e-5
 """Of the check of a compiled function, whose log-probs are about -6."""
 
-_SMALLEST_VOCABULARY = 8192
+SMALLEST_VOCABULARY = 8192
 """With fewer tokens torch is as fast, and nothing need be compiled. A limit that counts rows would make a row
 depend on the others."""
 
 _log = logging.getLogger(__name__)
 
 
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
 @cache
-def _function() -> ctypes.CDLL | None:
-    library = None if is_arm_linux() else load_library(Path(__file__).with_suffix(".c"))
+def _function(dtype: torch.dtype) -> ctypes.CDLL | None:
+    library = None if is_arm_linux() else load_library(Path(__file__).with_suffix(".c"), dtype)
     if library is None:
         return None
     address = ctypes.c_void_p
     size = ctypes.c_ssize_t
     library.strop_draw.argtypes = [*[address] * 8, size, size, size, ctypes.c_int]
     library.strop_draw.restype = None
-    if not _computes_right(library):
+    if not _computes_right(library, dtype):
         return None
     return library
 
 
-def _computes_right(library: ctypes.CDLL) -> bool:
+def _computes_right(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 1301, generator=generator)
+    logits = torch.randn(3, 1301, generator=generator).to(dtype)
     uniform = torch.tensor([0.3, 0.999, 0.5], dtype=torch.float64)
     temperature = torch.tensor([1.0, 0.7, 1.0])
     greedy = torch.tensor([False, False, True])
     tokens, log_probs, valid = _call(library, logits, uniform, temperature, greedy)
-    expected = (logits / temperature[:, None]).double().log_softmax(-1)
+    expected = (logits.float() / temperature[:, None]).double().log_softmax(-1)
     bounds = expected.exp().cumsum(-1)
     chosen = tokens[:2, None]
     # The cumulative probability passes the uniform number at the chosen token.
@@ -60,9 +63,9 @@ def _computes_right(library: ctypes.CDLL) -> bool:
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether it pays for such logits, and can be compiled."""
-    fits = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1
-    return fits and logits.shape[1] >= _SMALLEST_VOCABULARY and _function() is not None
+    """Whether it can draw from such logits."""
+    fits = logits.dtype in _DTYPES and logits.device.type == "cpu" and logits.stride(1) == 1
+    return fits and _function(logits.dtype) is not None
 
 
 def draw(
@@ -70,7 +73,7 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, their log-probs at the temperature, and whether the logits [rows, vocabulary] are numbers.
     `uniform`: a float64 number in [0, 1) per row; `greedy`: rows that take their likeliest token."""
-    library = _function()
+    library = _function(logits.dtype)
     assert library is not None
     return _call(library, logits, uniform, temperature, greedy)
 

@@ -36,13 +36,16 @@ Forward = Callable[[Tensor], Tensor]
 
 _LARGE = 1 << 20
 """Numbers of the largest weight of a model for which compiling pays."""
-_checked: dict[Kind, bool] = {}
-"""Whether modules of a kind have the formula."""
+_checked: dict[tuple[Kind, torch.dtype], bool] = {}
+"""Whether modules of a kind have the formula in this precision."""
+
+
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
-def _functions() -> ctypes.CDLL | None:
-    library = None if is_arm_linux() else load_library(Path(__file__).with_suffix(".c"))
+def _functions(dtype: torch.dtype) -> ctypes.CDLL | None:
+    library = None if is_arm_linux() else load_library(Path(__file__).with_suffix(".c"), dtype)
     if library is None:
         return None
     address = ctypes.c_void_p
@@ -57,14 +60,14 @@ def _functions() -> ctypes.CDLL | None:
     return library
 
 
-def is_available() -> bool:
-    """Whether this machine can compile the functions."""
-    return _functions() is not None
+def is_available(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether this machine can compile the functions for such numbers."""
+    return dtype in _DTYPES and _functions(dtype) is not None
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """hidden / sqrt(mean(hidden^2) + epsilon) * weight."""
-    library = _functions()
+    library = _functions(hidden.dtype)
     assert library is not None
     hidden = hidden.contiguous()
     out = torch.empty_like(hidden)
@@ -77,7 +80,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    library = _functions()
+    library = _functions(gate.dtype)
     assert library is not None
     gate = gate.contiguous()
     up = up.contiguous()
@@ -90,7 +93,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 def rotary(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """states cos + rotate_half(states) sin: states [batch, heads, length, size], cos and sin [batch or 1,
     length, size]."""
-    library = _functions()
+    library = _functions(states.dtype)
     assert library is not None
     cos = cos.contiguous()
     sin = sin.contiguous()
@@ -118,7 +121,7 @@ def _norm_forward(part: nn.Module) -> Forward:
 
     def forward(hidden: Tensor) -> Tensor:
         weight = cast(Tensor, part.weight)
-        if not _takes(hidden) or not _takes(weight) or hidden.shape[-1:] != weight.shape:
+        if not _take(hidden, weight) or hidden.shape[-1:] != weight.shape:
             result: Tensor = type(part).forward(part, hidden)
             return result
         return rms_norm(hidden, weight, epsilon)
@@ -132,7 +135,7 @@ def _gated_forward(part: nn.Module) -> Forward:
     def forward(hidden: Tensor) -> Tensor:
         gate: Tensor = layers.gate_proj(hidden)
         up: Tensor = layers.up_proj(hidden)
-        if _takes(gate) and _takes(up) and gate.shape == up.shape:
+        if _take(gate, up) and gate.shape == up.shape:
             inner = gated_silu(gate, up)
         else:
             inner = layers.act_fn(gate) * up
@@ -142,38 +145,47 @@ def _gated_forward(part: nn.Module) -> Forward:
     return forward
 
 
-def _takes(states: Tensor) -> bool:
-    """Not DTensors, nor what autograd follows."""
-    plain = type(states) in (Tensor, nn.Parameter) and not torch.is_grad_enabled()
-    return plain and states.dtype == torch.float32 and states.device.type == "cpu"
+def _take(*given: Tensor) -> bool:
+    """Numbers of one precision on the CPU: not DTensors, nor what autograd follows."""
+    dtype = given[0].dtype
+    if dtype not in _DTYPES or torch.is_grad_enabled():
+        return False
+    return all(
+        type(one) in (Tensor, nn.Parameter) and one.dtype == dtype and one.device.type == "cpu"
+        for one in given
+    )
 
 
 def _has_formula(
-    kind: Kind, part: nn.Module, twin: Callable[..., tuple[nn.Module, int]], make: Callable[..., Forward]
+    kind: Kind,
+    part: nn.Module,
+    dtype: torch.dtype,
+    twin: Callable[..., tuple[nn.Module, int]],
+    make: Callable[..., Forward],
 ) -> bool:
-    if kind not in _checked:
-        small, size = twin(part, torch.device("cpu"), torch.float32)
-        probe = torch.randn(9, size, generator=torch.Generator().manual_seed(0))
+    if (kind, dtype) not in _checked:
+        small, size = twin(part, torch.device("cpu"), dtype)
+        probe = torch.randn(9, size, generator=torch.Generator().manual_seed(0)).to(dtype)
         with torch.no_grad():
-            _checked[kind] = same(lambda: [small(probe)], lambda: [make(small)(probe)])
-    return _checked[kind]
+            _checked[kind, dtype] = same(lambda: [small(probe)], lambda: [make(small)(probe)])
+    return _checked[kind, dtype]
 
 
-def _norms(model: nn.Module) -> Iterator[Change]:
+def _norms(model: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     for part in model.modules():
         kind = norm_kind(part)
-        if kind is not None and _has_formula(kind, part, norm_twin, _norm_forward):
+        if kind is not None and _has_formula(kind, part, dtype, norm_twin, _norm_forward):
             yield SetAttribute(part, "forward", _norm_forward(part))
 
 
-def _gated_mlps(model: nn.Module) -> Iterator[Change]:
+def _gated_mlps(model: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     for part in model.modules():
         kind = gated_kind(part)
-        if kind is not None and _has_formula(kind, part, gated_twin, _gated_forward):
+        if kind is not None and _has_formula(kind, part, dtype, gated_twin, _gated_forward):
             yield SetAttribute(part, "forward", _gated_forward(part))
 
 
-def _rotations(model: nn.Module) -> Iterator[Change]:
+def _rotations(model: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     """Models of one family share the function: see SetRotary."""
     for name in sorted({type(part).__module__ for part in model.modules()}):
         own = vars(sys.modules[name]).get(ROTARY)
@@ -181,15 +193,15 @@ def _rotations(model: nn.Module) -> Iterator[Change]:
             continue
         if hasattr(own, "replaced"):
             yield SetRotary(sys.modules[name], own)
-        elif _rotates_alike(own):
+        elif _rotates_alike(own, dtype):
             yield SetRotary(sys.modules[name], _faster_rotate(own))
 
 
 @cache
-def _rotates_alike(own: Rotate) -> bool:
+def _rotates_alike(own: Rotate, dtype: torch.dtype) -> bool:
     draw = torch.Generator().manual_seed(0)
     shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))
-    given = [torch.randn(*shape, generator=draw) for shape in shapes]
+    given = [torch.randn(*shape, generator=draw).to(dtype) for shape in shapes]
     with torch.no_grad():
         try:
             own(*given)
@@ -203,12 +215,7 @@ def _faster_rotate(own: Rotate) -> Rotate:
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: object, **options: object
     ) -> tuple[Tensor, Tensor]:
         usual = not more and not options and q.dim() == k.dim() == 4 and cos.dim() == 3
-        if (
-            not usual
-            or not all(map(_takes, (q, k, cos, sin)))
-            or not _rotates(q, cos)
-            or not _rotates(k, cos)
-        ):
+        if not usual or not _take(q, k, cos, sin) or not _rotates(q, cos) or not _rotates(k, cos):
             return own(q, k, cos, sin, *more, **options)
         return rotary(q, cos, sin), rotary(k, cos, sin)
 
@@ -222,12 +229,12 @@ def _rotates(states: Tensor, cos: Tensor) -> bool:
 
 
 def _on_cpu(model: nn.Module, context: PatchContext) -> bool:
-    fits = context.device.type == "cpu" and context.dtype == torch.float32
-    return fits and max(weight.numel() for weight in model.parameters()) >= _LARGE and is_available()
+    large = max(weight.numel() for weight in model.parameters()) >= _LARGE
+    return context.device.type == "cpu" and large and is_available(context.dtype)
 
 
 ELEMENTWISE = (
-    Patch("rms_norm_cpu", _on_cpu, lambda model, context: done(_norms(model))),
-    Patch("gated_mlp_cpu", _on_cpu, lambda model, context: done(_gated_mlps(model))),
-    Patch("rotary_cpu", _on_cpu, lambda model, context: done(_rotations(model))),
+    Patch("rms_norm_cpu", _on_cpu, lambda model, context: done(_norms(model, context.dtype))),
+    Patch("gated_mlp_cpu", _on_cpu, lambda model, context: done(_gated_mlps(model, context.dtype))),
+    Patch("rotary_cpu", _on_cpu, lambda model, context: done(_rotations(model, context.dtype))),
 )

@@ -98,6 +98,9 @@ class PackedWeight:
         rows = states.numel() // self.ins
         return states.dtype == torch.float32 and _LEAST_ROWS <= rows <= MOST_ROWS and rank <= MOST_RANK
 
+    def adapter(self, a: Tensor, b: Tensor, scale: float) -> Adapter:
+        return Adapter(a, b, scale)
+
     def __call__(self, states: Tensor, bias: Tensor | None, adapter: Adapter | None = None) -> Tensor:
         """states W^T + bias + scale (states A^T) B^T."""
         states = states.contiguous()

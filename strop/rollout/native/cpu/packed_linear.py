@@ -1,12 +1,12 @@
 """Copies of linear weights for decode steps on a CPU.
 
 A matrix product with few rows, as in every decode step, spends much of its time on bringing the weights into
-the layout of its inner loop: that of few_rows.c where the machine has a compiler and AVX-512 or NEON,
-otherwise that of oneDNN. Doing so once costs about as much as two to five steps save, so it is done before
-the first step if a response may become long, otherwise when a rollout has gone on for a while under the same
-weights. Weights that are not trained (those under LoRA adapters) are copied before the first step, and the
-copies stay: see frozen_weights.py. All this depends on counts alone, never on a clock: a run must be
-repeatable to the bit.
+the layout of its inner loop: that of few_rows.c where the machine has a compiler and AVX-512 or NEON, that of
+few_rows_bf16.c for bf16 with AMX, otherwise that of oneDNN. Doing so once costs about as much as two to five
+steps save, so it is done before the first step if a response may become long, otherwise when a rollout has
+gone on for a while under the same weights. Weights that are not trained (those under LoRA adapters) are
+copied before the first step, and the copies stay: see frozen_weights.py. All this depends on counts alone,
+never on a clock: a run must be repeatable to the bit.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from strop.models.changes import Change, SetAttribute, done
 from strop.models.nf4.layers import Nf4Linear, dense_weight
 from strop.models.patches import Patch, PatchContext, always, is_chosen
 from strop.rollout.native.cpu.few_rows import PackedWeight, packed_weight
+from strop.rollout.native.cpu.few_rows_bf16 import PackedBf16Weight, packed_bf16_weight
 from strop.rollout.native.cpu.frozen_weights import FrozenLinear
 
 STEPS = 4
@@ -79,7 +80,7 @@ def refreshed(frozen: Iterable[FrozenLinear]) -> list[FrozenLinear]:
 
 
 def _is_frozen(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    return _worth_it(layer) and layer.weight.dtype == torch.float32 and not layer.weight.requires_grad
+    return _worth_it(layer) and not layer.weight.requires_grad
 
 
 def _worth_it(layer: nn.Module) -> TypeGuard[nn.Linear]:
@@ -102,7 +103,7 @@ def _faster(dtype: torch.dtype) -> bool:
 
 
 def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    compiled = packed_weight(layer.weight)
+    compiled = packed_weight(layer.weight) or packed_bf16_weight(layer.weight)
     if compiled is not None:
         return CompiledLinear(layer, compiled)
     weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), FEW // 4)
@@ -117,9 +118,9 @@ def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 class CompiledLinear:
-    """A linear layer computed with few_rows.c, if it has few rows."""
+    """A linear layer computed with few_rows.c or few_rows_bf16.c, if it has few rows."""
 
-    def __init__(self, layer: nn.Linear, packed_weight: PackedWeight) -> None:
+    def __init__(self, layer: nn.Linear, packed_weight: PackedWeight | PackedBf16Weight) -> None:
         self._layer = layer
         self.packed_weight = packed_weight
 

@@ -1,4 +1,5 @@
-/* Vectors of 16 numbers in float32, for CPUs with AVX-512. */
+/* Vectors of 16 numbers, computed in float32, for CPUs with AVX-512. In memory they are float32, or bf16 where a
+   file is compiled with BF16. */
 
 #include <math.h>
 #include <stddef.h>
@@ -10,6 +11,57 @@ typedef float vec __attribute__((vector_size(64), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
 
 static inline vec all(float x) { return x - (vec){0}; }
+
+#ifdef BF16
+
+#include <immintrin.h>
+
+typedef uint16_t number;
+typedef uint32_t words __attribute__((vector_size(64)));
+
+static inline vec load(const number *from) {
+    return (vec)((words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)) << 16);
+}
+
+/* The nearest number in bf16, in the upper half of each lane; of two the even one. NaN stays NaN. */
+static inline words nearest(vec x) {
+    words bits = (words)x;
+    words is_nan = (words)(x != x);
+    return ((bits + 0x7fff + (bits >> 16 & 1)) & ~is_nan) | (is_nan & 0x7fc00000);
+}
+
+static inline vec rounded(vec x) { return (vec)(nearest(x) & 0xffff0000); }
+
+static inline void store(number *to, vec x) {
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)(nearest(x) >> 16)));
+}
+
+#else
+
+typedef float number;
+
+static inline vec load(const number *from) { return *(const vec *)from; }
+
+static inline vec rounded(vec x) { return x; }
+
+static inline void store(number *to, vec x) { *(vec *)to = x; }
+
+#endif
+
+/* The first `count` numbers from `from` on; `other` in the lanes behind them. */
+static inline vec load_some(const number *from, ptrdiff_t count, float other) {
+    number some[LANES] = {0};
+    for (ptrdiff_t i = 0; i < count && i < LANES; i++) some[i] = from[i];
+    vec found = load(some);
+    for (ptrdiff_t i = count; i < LANES; i++) found[i] = other;
+    return found;
+}
+
+static inline void store_some(number *to, ptrdiff_t count, vec x) {
+    number some[LANES];
+    store(some, x);
+    for (ptrdiff_t i = 0; i < count; i++) to[i] = some[i];
+}
 
 /* exp(x) for x <= 0, within 1e-7 of its value: 2^n exp(r) with |r| <= log(2) / 2. Below e^-87: 0. NaN stays
    NaN. */
