@@ -20,7 +20,9 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -122,16 +124,47 @@ class Registry:
 
 _imported_files: dict[str, tuple[Path, bytes | None]] = {}
 """Names of the modules that are files of users, with the file and what it contained."""
+_LIBRARIES = {str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
+"""Folders of code that is not the user's."""
 
 
 def forget_changed_files() -> None:
-    """Let files of users that have changed be imported anew. A call from Python starts with this: somebody
-    who edits a reward function in a notebook's folder and trains again expects the new one. Code does not
-    change while a run lasts."""
-    for name, (file, content) in list(_imported_files.items()):
-        if _content(file) != content:
-            sys.modules.pop(name, None)
-            del _imported_files[name]
+    """Let files of users be imported anew if one of them has changed, or a module that they import. A call
+    from Python starts with this: somebody who edits a reward function in a notebook's folder and trains
+    again expects the new one. Code does not change while a run lasts.
+
+    All are forgotten, because any of them may have imported the one that changed. What the caller has
+    imported, or a function imports when it runs, is not known here and stays.
+    """
+    if all(_content(file) == content for file, content in _imported_files.values()):
+        return
+    for name, (file, _) in _imported_files.items():
+        module = sys.modules.pop(name, None)
+        package, _, last = name.rpartition(".")
+        if module is not None and getattr(sys.modules.get(package), last, None) is module:
+            delattr(sys.modules[package], last)  # `from package import last` would find it there
+        with suppress(OSError):  # it may be that of an edit within the same second, see below
+            Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
+    _imported_files.clear()
+
+
+@contextmanager
+def _imports_recorded() -> Iterator[None]:
+    """Inside the block, files of users that are imported are remembered."""
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        for name in sys.modules.keys() - before - _imported_files.keys():
+            file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+            if isinstance(file, str) and file.endswith(".py") and not _is_installed(Path(file)):
+                _imported_files[name] = (Path(file), _content(Path(file)))
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file belongs to Python, to a library or to this package."""
+    folders = {str(folder) for folder in file.parents}
+    return bool(folders & _LIBRARIES) or "site-packages" in file.parts or "dist-packages" in file.parts
 
 
 class _UserFile(importlib.machinery.SourceFileLoader):
@@ -170,7 +203,8 @@ def load_module(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _imports_recorded():
+            spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]
         raise ValueError(f"{file} does not parse: {error.msg} (line {error.lineno}).") from error
@@ -200,7 +234,8 @@ def load_plugins(paths: Iterable[str]) -> None:
 
 def _import_dotted(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        with _imports_recorded():
+            return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
             f"The module {name!r} cannot be imported: {error}. Install it, or give a path to a .py."

@@ -58,7 +58,8 @@ of these names. A function may be async. It returns a number, or a dict with `sc
 which become metrics; a batch function returns a list of them. `None`, NaN, a wrong length and an exception
 are errors: the first row is tested before the run starts, and a sample without a score is masked and counted.
 The same forms work in the file of `custom_reward_function.path` (TRL's form with
-`reward_model.reward_manager=batch`).
+`reward_model.reward_manager=batch`). Each call from Python imports such a file again if it, or a module that
+it imports, was edited. Modules that your own code or the body of a function imports are not imported again.
 
 With TRL's form, completions are texts if the prompt of the row is a text, and lists of one message if it is
 a list of messages. The scores of several functions are added with `reward_weights`; one of several functions

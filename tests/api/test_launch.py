@@ -176,3 +176,49 @@ def test_a_file_that_was_edited_between_two_calls_is_read_again(tmp_path: Path, 
         launch.draft_config("sft_trainer", words)
         assert load_attribute(str(file), "score")("") == int(text)
     assert load_module(str(file)) is before  # it has not changed
+
+
+def test_a_module_that_a_file_imports_is_read_again_when_it_was_edited(tmp_path: Path, monkeypatch) -> None:
+    """Also by a second file, which found it imported, and where it is imported through its package."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "my_scores"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (tmp_path / "one.py").write_text("import my_scores.points\nscore = my_scores.points.value\n")
+    (tmp_path / "two.py").write_text("from my_scores import points\nscore = points.value\n")
+    words = [f"plugins=[{tmp_path}/one.py, {tmp_path}/two.py, pkg://my_scores.points]"]
+    for value in (1, 2, 33, 33):
+        (package / "points.py").write_text(f"def value():\n    return {value}\n")
+        before = load_module(f"{tmp_path}/two.py")
+        launch.draft_config("sft_trainer", words)
+        for place in (f"{tmp_path}/one.py", f"{tmp_path}/two.py"):
+            assert load_attribute(place, "score")() == value
+        assert load_attribute("pkg://my_scores.points", "value")() == value
+    assert load_module(f"{tmp_path}/two.py") is before  # nothing has changed
+
+
+def test_a_module_is_read_again_although_the_file_that_imported_it_had_failed(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_limits.py").write_text("")
+    (tmp_path / "fails.py").write_text("from my_limits import LIMIT\n")
+    with pytest.raises(ValueError, match="cannot import name 'LIMIT'"):
+        load_module(f"{tmp_path}/fails.py")
+    (tmp_path / "my_limits.py").write_text("LIMIT = 3\n")
+    launch.draft_config("sft_trainer", [])
+    assert load_attribute(f"{tmp_path}/fails.py", "LIMIT") == 3
+
+
+def test_libraries_are_not_imported_again(tmp_path: Path, monkeypatch) -> None:
+    """A second copy of a library would have other classes than the first."""
+    (tmp_path / "uses.py").write_text("import this, strop.run.chart\n")
+    for name in ("this", "strop.run.chart"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    load_module(f"{tmp_path}/uses.py")
+    kept = [sys.modules["this"], sys.modules["strop.run.chart"]]
+    (tmp_path / "uses.py").write_text("import this, strop.run.chart\nedited = True\n")
+    launch.draft_config("sft_trainer", [])
+    assert load_attribute(f"{tmp_path}/uses.py", "edited")
+    assert [sys.modules["this"], sys.modules["strop.run.chart"]] == kept
