@@ -325,6 +325,36 @@ def test_what_does_not_go_together_is_said(words, said):
     assert any(said in str(finding) for finding in check(loaded))
 
 
+@pytest.mark.parametrize(
+    ("loss", "as_loss", "task_reward", "said"),
+    [
+        ("kl_cov", True, False, "ppo_kl_coef, on tokens that it chooses by advantage"),
+        ("dro", True, False, "dro_beta, on all tokens"),
+        ("DRO", True, False, "Set it to vanilla"),
+        ("kl_cov", True, True, None),
+        ("dro", False, False, None),  # the advantages are the teacher's term
+        ("clip_cov", True, False, None),
+        ("vanilla", True, False, None),
+    ],
+)
+def test_a_policy_loss_of_which_only_a_penalty_would_be_left_is_refused(loss, as_loss, task_reward, said):
+    """Without rewards the advantages are 0 where the teacher's term is a loss: kl_cov then put its penalty on
+    tokens that it chose by their place in the batch."""
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    words = [
+        "actor_rollout_ref.model.path=m",
+        "data.train_files=x",
+        f"{SECTION}.enable=true",
+        URL,
+        f"{key}={loss}",
+    ]
+    words.append(f"{SECTION}.task_reward={task_reward}")
+    if as_loss:
+        words += [f"{SECTION}.use_policy_gradient=false", f"{SECTION}.loss_mode=k3"]
+    found = [str(finding) for finding in check(load("ppo_trainer", words)) if finding.key == key]
+    assert [said in text for text in found] == ([] if said is None else [True]), found
+
+
 def test_without_the_reward_of_the_task_there_is_no_critic_and_no_group():
     words = ["actor_rollout_ref.model.path=m", "data.train_files=x", f"{SECTION}.enable=true", URL]
     config = load("ppo_trainer", [*words, f"{SECTION}.task_reward=false"]).config

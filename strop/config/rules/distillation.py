@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from strop.catalog import POLICY_LOSSES
 from strop.config.derived import has_task_reward
+from strop.config.hyperparameters import policy_loss_name
 from strop.config.rules.findings import Findings, error, warning
 from strop.config.schema.distillation import REVERSE_KL, TOPK
 
@@ -106,3 +108,13 @@ def without_task_reward(loaded: Loaded[PpoConfig]) -> Findings:
                 f"true, but {SECTION}.task_reward=false: rewards are not trained on. Set it to false, or "
                 f"{SECTION}.task_reward=true.",
             )
+    loss_mode = policy_loss_name(config)
+    penalty = POLICY_LOSSES.entry(loss_mode).facts["penalty"]
+    if config.algorithm.distillation.is_loss and penalty:
+        yield error(
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            f"{loss_mode}, but {SECTION}.task_reward=false with {SECTION}.use_policy_gradient=false: all "
+            f"advantages are 0, so only its penalty is left ({penalty}). Set it to vanilla, which adds "
+            f"nothing there, or {SECTION}.use_policy_gradient=true with {SECTION}.loss_mode=k1, which makes "
+            "the teacher's term the advantage.",
+        )
