@@ -22,7 +22,7 @@ from strop.extras import install_command
 from strop.run.trackers.base import TrackedRun, get_or_create_id, save_id, saved_id, start
 from strop.run.trackers.console import ConsoleTracker, LiveView
 from strop.run.trackers.files import CsvTracker, JsonlTracker
-from strop.run.trackers.mlflow import allowed_name
+from strop.run.trackers.mlflow import Names, allowed_name
 
 NAN = float("nan")
 
@@ -316,9 +316,23 @@ def test_ids_are_kept_by_a_resumed_run_only(tmp_path: Path) -> None:
         ("n" * 300, "n" * 250),
         ("n" * 249 + "/tail", "n" * 249),
         ("//", "_"),
+        ("..hidden/mean", "_..hidden/mean"),
+        ("...", "_..."),
+        ("../..x", "_..x"),
+        ("n" * 248 + "/.hidden", "n" * 248),
+        ("n" * 247 + "/..hidden", "n" * 247),
     ],
 )
 def test_names_that_mlflow_refuses(name: str, allowed: str) -> None:
     """It takes names for paths: one that is not a normal path, or too long, would end its logging."""
     assert allowed_name(name) == allowed
     assert posixpath.normpath(allowed) == allowed and not allowed.startswith(("/", ".."))
+
+
+def test_two_names_that_mlflow_would_take_for_one_stay_two() -> None:
+    """It refuses to begin a run with two parameters of one name, and draws metrics of one name as one curve."""
+    names = Names()
+    raw = ["kw.a+b", "kw.a_b", "kw.a-b", "kw.a=b", "n" * 300, "n" * 301]
+    expected = ["kw.a_b", "kw.a_b_2", "kw.a-b", "kw.a_b_3", "n" * 250, "n" * 242 + "_2"]
+    assert [names[name] for name in raw] == expected
+    assert [names[name] for name in reversed(raw)] == expected[::-1]  # from step to step

@@ -27,6 +27,7 @@ class MlflowTracker:
         mlflow = require("mlflow", extra="mlflow", why="trainer.logger=mlflow")
         self.entities = mlflow.entities
         self.status = "FINISHED"
+        self.names = Names()
         run.directory.mkdir(parents=True, exist_ok=True)
         directory = run.directory.absolute()
         address = os.environ.get("MLFLOW_TRACKING_URI")
@@ -46,7 +47,8 @@ class MlflowTracker:
             return known
         made = self.client.create_run(experiment, run_name=run.experiment).info.run_id
         save_id(run, "mlflow", made)
-        parameters = [self.entities.Param(name, value) for name, value in flat_parameters(run.config)]
+        names = Names()
+        parameters = [self.entities.Param(names[key], value) for key, value in flat_parameters(run.config)]
         for start in range(0, len(parameters), BATCH_SIZE):
             self.client.log_batch(made, params=parameters[start : start + BATCH_SIZE])
         self.client.log_text(made, to_json(run.config, indent=1), "config.json")
@@ -57,7 +59,7 @@ class MlflowTracker:
         numbers = []
         for name, value in metrics.items():
             if not isinstance(value, str):
-                numbers.append(self.entities.Metric(allowed_name(name), float(value), now, step))
+                numbers.append(self.entities.Metric(self.names[name], float(value), now, step))
         for start in range(0, len(numbers), BATCH_SIZE):
             self.client.log_batch(self.id, metrics=numbers[start : start + BATCH_SIZE])
 
@@ -83,9 +85,30 @@ def allowed_name(name: str) -> str:
     ('val-core/gsm8k/acc/mean_at_1', 'reward/a_b/mean')
     """
     plain = "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in name.replace("@", "_at_"))
-    # It is also a path: empty parts, `.` and `..` are refused.
-    parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
-    return "/".join(parts)[:MAX_NAME_LENGTH].rstrip("/") or "_"
+    # It is also a path: empty parts, `.` and `..` are refused, and any name that begins with `..`.
+    short = _without_dots(plain)
+    if short.startswith(".."):
+        short = f"_{short}"
+    return _without_dots(short[:MAX_NAME_LENGTH]) or "_"
+
+
+def _without_dots(name: str) -> str:
+    return "/".join(part for part in name.split("/") if part not in ("", ".", ".."))
+
+
+class Names(dict[str, str]):
+    """Allowed names by name. Those that would be the same get a number: MLflow refuses parameters of one
+    name, and would draw metrics of one name as one curve."""
+
+    def __missing__(self, name: str) -> str:
+        allowed = allowed_name(name)
+        found = allowed
+        number = 1
+        while found in self.values():
+            number += 1
+            found = f"{allowed[: MAX_NAME_LENGTH - 8]}_{number}"
+        self[name] = found
+        return found
 
 
 def flat_parameters(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -95,4 +118,4 @@ def flat_parameters(config: Mapping[str, object], prefix: str = "") -> Iterator[
             yield from flat_parameters(value, f"{prefix}{key}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield allowed_name(f"{prefix}{key}"), text[:MAX_VALUE_LENGTH]
+            yield f"{prefix}{key}", text[:MAX_VALUE_LENGTH]
