@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from strop.data.image_files import UnusableImages
 from strop.data.images import ImageProcessor
-from strop.data.templates.forms import as_parts, forms_of, refuse_lost_parts, template_errors
+from strop.data.templates.forms import (
+    as_parts,
+    forms_of,
+    opening_advice,
+    refuse_lost_parts,
+    template_errors,
+)
 from strop.types import Images
 
 if TYPE_CHECKING:
@@ -213,7 +219,7 @@ class Chat:
             ids = ids + prompt_ids
             mask += [0] * len(prompt_ids)
             text = self.text(messages[: turn + 1], tools=tools)
-            turn_ids = self._new_ids(prompt_text, ids, text, turn=turn, opened=True)
+            turn_ids = self._new_ids(prompt_text, ids, text, turn=turn, opened=message)
             refuse_lost_parts(message, text[len(prompt_text) :], turn)
             learned = self._end_of_turn(turn_ids)
             ids = ids + turn_ids
@@ -281,20 +287,18 @@ class Chat:
         return []
 
     def _new_ids(
-        self, before: str, ids: list[int], whole: str, *, turn: int, opened: bool = False
+        self, before: str, ids: list[int], whole: str, *, turn: int, opened: Message | None = None
     ) -> list[int]:
-        """Return the ids that `whole` adds to the text `before`, whose ids are `ids`. `opened`: `before` ends
-        with the generation prompt of this turn."""
+        """Return the ids that `whole` adds to the text `before`, whose ids are `ids`. `opened`: the turn, if
+        `before` ends with its generation prompt."""
         if not whole.startswith(before):
             was = before[-60:]
             now = whole[max(0, len(before) - 60) : len(before)]
-            if opened:
+            if opened is not None:
+                template = str(self.template or self.tokenizer.chat_template)
                 raise ValueError(
                     f"The chat template opens message {turn} with ...{was!r} when the model generates it, "
-                    f"but writes it as ...{now!r}: the model would learn an answer to another beginning. "
-                    "Often only one of them holds a thought. Set enable_thinking in "
-                    "data.apply_chat_template_kwargs as in the rows, or use another template "
-                    "(data.chat_template)."
+                    f"but writes it as ...{now!r}: {opening_advice(template, self.kwargs, opened)}"
                 )
             raise ValueError(
                 f"The chat template rewrites earlier turns when message {turn} is added, so no ids can be "

@@ -106,6 +106,9 @@ def _lacks_generation_prompt(chat: Chat) -> bool:
     return chat.text(CONVERSATION[:1], generate=True) == prompt
 
 
+GENERATION = "the generation prompt"
+
+
 def _check_prefix_stability(chat: Chat) -> list[DataFinding]:
     """Each rendering must begin with the ids of the one before."""
     for count in range(1, len(CONVERSATION)):
@@ -116,7 +119,7 @@ def _check_prefix_stability(chat: Chat) -> list[DataFinding]:
         if CONVERSATION[count]["role"] == "assistant":
             before = chat.ids(CONVERSATION[:count], generate=True)
             if after[: len(before)] != before:
-                return [_instability(chat, "the generation prompt", before, after)]
+                return [_instability(chat, GENERATION, before, after)]
     return []
 
 
@@ -126,10 +129,11 @@ def _instability(chat: Chat, what: str, before: list[int], after: list[int]) -> 
         position += 1
     old = chat.tokenizer.decode(before[position : position + 12])
     new = chat.tokenizer.decode(after[position : position + 12])
+    rows = "answers without thoughts" if what == GENERATION else "conversations of several turns"
     return DataFinding(
         "warning",
         f"The chat template is not prefix-stable: {what} rendered {old!r} at token {position}, but with one "
-        f"more message it is {new!r}. Supervised training on conversations of several turns cannot use it; "
+        f"more message it is {new!r}. Supervised training on {rows} needs another one (data.chat_template); "
         "agents keep each turn as it was sampled.",
     )
 

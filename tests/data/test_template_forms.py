@@ -123,10 +123,59 @@ def test_contents_that_the_template_leaves_out_are_an_error() -> None:
         Chat(TOKENIZER, template=template).conversation(messages)
 
 
-def test_a_generation_prompt_that_the_turn_does_not_begin_with_is_named() -> None:
-    template = turns("{{ m.content }}", "<|im_start|>assistant\n<think>")
-    with pytest.raises(ValueError, match=r"opens message 1 with .*<think>' when .*enable_thinking"):
-        Chat(TOKENIZER, template=template).conversation(talk(parts=False)[1:3])
+# Cuts the thought out of every turn and opens one for the model, as templates of the R1 distillations do.
+CUTS_THOUGHTS = turns("{{ m.content.split('</think>')[-1] }}", "<|im_start|>assistant\n<think>\n")
+ENABLES = turns(
+    "{{ m.content }}", "<|im_start|>assistant\n{% if not enable_thinking %}<think></think>{% endif %}"
+)
+THINKS = {"role": "assistant", "content": "<think>\nI add.\n</think>\n\nfive"}
+SAYS = {"role": "assistant", "content": "five"}
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "kwargs", "advice"),
+    [
+        (
+            CUTS_THOUGHTS,
+            THINKS,
+            {},
+            "file of a template .* so that turns keep their thoughts .*cut contents at </think>",
+        ),
+        (CUTS_THOUGHTS, SAYS, {}, "Set data.chat_template .* so that the generation prompt opens no thought"),
+        (ENABLES, THINKS, {}, r"has a thought: set data\.apply_chat_template_kwargs\.enable_thinking=true\."),
+        (ENABLES, {**SAYS, "thinking": "I add."}, {}, "has a thought: set .*enable_thinking=true"),
+        (ENABLES, SAYS, {}, r"no thought: set data\.apply_chat_template_kwargs\.enable_thinking=false\."),
+        (ENABLES, SAYS, {"enable_thinking": False}, "Set data.chat_template"),  # it is set already
+    ],
+)
+def test_a_generation_prompt_that_the_turn_does_not_begin_with_is_named_with_what_to_set(
+    template: str, answer: dict, kwargs: dict, advice: str
+) -> None:
+    chat = Chat(TOKENIZER, template=template, kwargs=kwargs)
+    with pytest.raises(ValueError, match=rf"(?s)opens message 1 with .*<think>.*' when .*{advice}"):
+        chat.conversation([{"role": "user", "content": "2+3?"}, answer])
+
+
+def test_what_is_advised_for_rows_with_thoughts_trains_them() -> None:
+    template = CUTS_THOUGHTS.replace(".split('</think>')[-1]", "")
+    rendered = Chat(TOKENIZER, template=template).conversation([{"role": "user", "content": "2+3?"}, THINKS])
+    taught = [token for token, learned in zip(rendered.ids, rendered.mask, strict=True) if learned]
+    assert decoded(TOKENIZER, taught) == "I add.\n</think>\n\nfive<|im_end|>"
+
+
+def test_a_thought_in_the_content_that_the_template_leaves_out_is_an_error() -> None:
+    """Such rows were trained without their thoughts."""
+    cuts = Chat(TOKENIZER, template=turns("{{ m.content.split('</think>')[-1] }}"))
+    question = {"role": "user", "content": "2+3?"}
+    with pytest.raises(
+        ValueError, match=r"leaves out the thought in the content .*message 1\. Set data\.chat_template"
+    ):
+        cuts.conversation([question, THINKS])
+    empty = {"role": "assistant", "content": "<think>\n\n</think>\n\nfive"}
+    assert cuts.conversation([question, empty]) and cuts.conversation([question, SAYS])
+    assert cuts.conversation([question, THINKS, question, SAYS], learn_from=3), (
+        "only what is trained must be written"
+    )
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}

@@ -201,6 +201,9 @@ def _object_in(arguments: str) -> object:
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of the thought of an assistant turn."""
+THOUGHT_END = "</think>"
+"""Before it, a content has a thought."""
+OTHER_BEGINNING = "the model would learn an answer to another beginning"
 
 
 def refuse_lost_parts(message: Message, rendered: str, turn: int) -> None:
@@ -208,8 +211,8 @@ def refuse_lost_parts(message: Message, rendered: str, turn: int) -> None:
     lost = _lost_part(message, rendered)
     if lost is not None:
         raise ValueError(
-            f"The chat template leaves out {lost} of message {turn}. Use a template that writes it "
-            "(data.chat_template), or remove it from the row."
+            f"The chat template leaves out {lost} of message {turn}. Set data.chat_template to the file of "
+            "one that writes it (a changed copy of the model's), or remove it from the row."
         )
 
 
@@ -226,9 +229,29 @@ def _lost_part(message: Message, rendered: str) -> str | None:
     parts = as_parts(content) if isinstance(content, str) else content
     for part in parts:
         said = part.get("text") if isinstance(part, Mapping) else None
-        if isinstance(said, str) and _is_lost(said.rpartition("</think>")[2], rendered):
+        thought, _, answer = said.rpartition(THOUGHT_END) if isinstance(said, str) else ("", "", "")
+        if _is_lost(thought.rpartition("<think>")[2], rendered):
+            return f"the thought in the content (up to {THOUGHT_END})"
+        if _is_lost(answer, rendered):
             return "the content"
     return None
+
+
+def opening_advice(template: str, kwargs: Mapping[str, object], message: Message) -> str:
+    """Why the generation prompt and the assistant's turn must not begin differently, and what to set: mostly
+    only one of them has a thought. `kwargs`: the variables of the template."""
+    thinks = THOUGHT_END in str(message.get("content")) or any(message.get(name) for name in THOUGHTS)
+    if "enable_thinking" in template and kwargs.get("enable_thinking") is not thinks:
+        key = "data.apply_chat_template_kwargs.enable_thinking"
+        thought = "a thought" if thinks else "no thought"
+        return f"{OTHER_BEGINNING}. The row has {thought}: set {key}={str(thinks).lower()}."
+    change = "the generation prompt opens no thought"
+    if thinks:
+        change = f"turns keep their thoughts (some templates cut contents at {THOUGHT_END})"
+    return (
+        f"{OTHER_BEGINNING}. Set data.chat_template to the file of a template in which both begin alike: a "
+        f"copy of the model's chat_template.jinja, changed so that {change}."
+    )
 
 
 def _name_of(call: object) -> str | None:
