@@ -1,8 +1,10 @@
 """The compiled functions of the native engine on a CPU beside torch's: products of few rows with packed
-weights (rollout/native/cpu/few_rows.c), attention of decode steps (decode_attention.c), norms, gates and
-rotations (elementwise.c), and the next token of each row (draw.c).
+weights (rollout/native/cpu/few_rows.c, few_rows_bf16.c), attention of decode steps (decode_attention.c),
+norms, gates and rotations (elementwise.c), and the next token of each row (draw.c).
 
-    python benchmarks/cpu_kernels.py [--threads 2] [--out benchmarks/results/cpu_kernels.jsonl]
+    python benchmarks/cpu_kernels.py [--dtype float32] [--out benchmarks/results/cpu_kernels.jsonl]
+
+Products are also compared with those of oneDNN with weights in its own layout for few rows.
 
 Weights and caches are larger than the processor's caches, as in a decode step. Both sides take turns; times
 are the least of `--turns`, in microseconds of one call: noise only adds to them. Prints one JSON line per
@@ -30,10 +32,12 @@ from strop.rollout.native.cpu import draw
 from strop.rollout.native.cpu.decode_attention import decode_attention, is_available
 from strop.rollout.native.cpu.elementwise import gated_silu, rms_norm, rotary
 from strop.rollout.native.cpu.few_rows import packed_weight
+from strop.rollout.native.cpu.few_rows_bf16 import packed_bf16_weight
+from strop.rollout.native.cpu.packed_linear import FEW
 
 ROWS = (1, 4, 8, 16, 64, 256)
-PRODUCTS = ((896, 4864), (4864, 896))
-"""Inputs and outputs: the MLP of a 0.5B model."""
+PRODUCTS = ((896, 4864), (4864, 896), (896, 151936))
+"""Inputs and outputs: the MLP and the head of a 0.5B model."""
 ATTENTION = (
     # rows, key heads, query heads per key head, head size, positions
     (64, 2, 7, 64, 180),
@@ -68,12 +72,15 @@ def least(sides: dict[str, Callable[[], object]], turns: int) -> dict[str, float
 
 def product(rows: int, ins: int, outs: int, turns: int) -> dict[str, object]:
     weights = [torch.randn(outs, ins) for _ in range(COPIES)]
-    packed = [packed_weight(weight) for weight in weights]
+    packed = [packed_weight(weight) or packed_bf16_weight(weight) for weight in weights]
+    ordered = [torch.ops.mkldnn._reorder_linear_weight(weight, FEW // 4) for weight in weights]
     states = torch.randn(rows, ins)
+    by_onednn = torch.ops.mkldnn._linear_pointwise
     times = least(
         {
             "compiled": lambda: [one(states, None) for one in packed if one is not None],
             "torch": lambda: [F.linear(states, weight) for weight in weights],
+            "onednn_packed": lambda: [by_onednn(states, one, None, "none", [], "") for one in ordered],
         },
         turns,
     )
@@ -170,21 +177,31 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--out", type=Path, help="lines are added to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if packed_weight(torch.zeros(1, 1)) is None or not is_available():
+    torch.set_default_dtype(getattr(torch, options.dtype))
+    probe = torch.zeros(1, 1)
+    if (packed_weight(probe) or packed_bf16_weight(probe)) is None or not is_available(probe.dtype):
         raise SystemExit(
-            "The compiled functions are for CPUs with AVX-512 (products also with NEON) and a compiler."
+            "The compiled functions are for CPUs with AVX-512 (products also with NEON; in bf16 with AMX) "
+            "and a compiler."
         )
-    machine = {"machine": platform.machine(), "threads": options.threads, "torch_version": torch.__version__}
+    machine = {
+        "machine": platform.machine(),
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "torch_version": torch.__version__,
+    }
     lines = []
     with torch.no_grad():
         for found in measured(options.turns):
             lines.append(json.dumps({**found, **machine, "date": date.today().isoformat()}))
             print(lines[-1], flush=True)
     if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n")
+        with options.out.open("a") as file:
+            file.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -180,6 +180,7 @@ def load(options: argparse.Namespace) -> Any:
 def load_adapted(options: argparse.Namespace, *, apart: bool) -> Any:
     """The same model with random adapters. `apart`: the engine computes each LoRA layer by itself."""
     model = add_adapters(load(options), rank=options.lora_rank, alpha=2 * options.lora_rank)
+    model.to(getattr(torch, options.dtype))  # peft makes adapters in float32
     for layer in adapted_layers(model):
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
     if apart:

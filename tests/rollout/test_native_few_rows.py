@@ -102,6 +102,18 @@ def test_sampled_log_probs_under_lora_are_recomputed_ones(
     assert (3 in called) == compiled, "products with an adapter"
 
 
+def test_another_default_precision_changes_nothing(weight: torch.Tensor) -> None:
+    few_rows._functions.cache_clear()
+    x = torch.randn(3, 301)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        copy = packed_weight(weight)
+        assert copy is not None
+        torch.testing.assert_close(copy(x, None), F.linear(x, weight), rtol=0, atol=3e-6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_without_a_compiler_nothing_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weight: torch.Tensor
 ) -> None:

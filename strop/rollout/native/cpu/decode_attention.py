@@ -134,7 +134,7 @@ def _call(
     threads = torch.get_num_threads()
     per_thread = heads * (-(-capacity // _LANES) * _LANES)
     out = torch.empty_like(query)
-    scores = torch.empty(threads * per_thread)
+    scores = torch.empty(threads * per_thread, dtype=torch.float32)
     library.strop_decode_attention(
         query.data_ptr(),
         *(None if one is None else one.data_ptr() for one in new),

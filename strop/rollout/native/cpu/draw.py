@@ -90,7 +90,7 @@ def _call(
         greedy = greedy.bool().contiguous()
     threads = torch.get_num_threads()
     tokens = torch.empty(rows, dtype=torch.int64)
-    log_probs = torch.empty(rows)
+    log_probs = torch.empty(rows, dtype=torch.float32)
     valid = torch.empty(rows, dtype=torch.bool)
     bounds = torch.empty(threads * -(-vocabulary // library.strop_block()), dtype=torch.float64)
     library.strop_draw(

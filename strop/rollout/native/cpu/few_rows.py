@@ -57,7 +57,7 @@ def _computes_right(library: ctypes.CDLL) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     weight = random(70, 300) / 300**0.5
     adapter = Adapter(random(5, 300) / 300**0.5, random(70, 5) / 5**0.5, 0.5)
@@ -145,7 +145,7 @@ def _is_bf16(weight: Tensor) -> bool:
 
 def packed_weight(weight: Tensor) -> PackedWeight | None:
     """A packed copy of a float32 weight on the CPU; None where the functions cannot be compiled."""
-    library = _functions()
-    if library is None or weight.dtype != torch.float32:
+    library = _functions() if weight.dtype == torch.float32 else None
+    if library is None:
         return None
     return PackedWeight(library, weight)

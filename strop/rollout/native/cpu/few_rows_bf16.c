@@ -1,15 +1,17 @@
 /* Linear layers of few rows in bf16, for CPUs with AMX.
 
    A decode step reads all weights and computes little with each, so a product must read memory without a
-   pause. Weights are packed in panels of 16 outputs, which are read once, in order. A panel is a row of tiles
-   of DEPTH inputs, in which pairs of inputs of the outputs lie side by side. Rows are packed in the same way,
-   in blocks of up to four tiles. Four tiles of sums are in registers: those of one or two tiles of rows with
-   two panels, or those of three or four with one. Meanwhile weights that come soon are fetched. Numbers are
-   summed in float32 in the order of the inputs, so a result does not depend on the number of threads or of
-   rows.
+   pause. Weights are packed in tiles of 16 outputs (a panel) and DEPTH inputs, in which pairs of inputs of the
+   outputs lie side by side. Rows are packed in the same way, in blocks of up to four tiles. Four tiles of sums
+   are in registers: those of one or two tiles of rows with two panels, or those of three or four with one.
+
+   CHUNK inputs of a block of rows stay in the L1 cache while they are multiplied with a group of panels, whose
+   sums wait in the L2 cache. The weights of a group lie in the order in which they are read, and those that
+   come soon are fetched. Numbers are summed in float32 in the order of the inputs, so a result does not depend
+   on the number of threads or of rows.
 
    A LoRA adapter is added in the same call: low = scale x A^T is computed before the panels and rounded to
-   bf16, and low B^T is one more part of each panel. */
+   bf16, and low B^T is one more chunk. */
 
 #include <immintrin.h>
 #include <stddef.h>
@@ -25,6 +27,9 @@ enum {
     MOST_TILES = 4,       /* of rows in a block */
     BLOCK = MOST_TILES * SIDE,
     PART = MOST_TILES * TILE, /* numbers of a block with the same inputs */
+    CHUNK = 7,            /* tiles of inputs that stay in the L1 cache */
+    MOST_GROUP = 16,      /* panels of a group */
+    SUMS = BLOCK * SIDE,  /* of a block of rows with a panel */
     LINE = 64,            /* bytes of a cache line */
     LINES = TILE * 2 / LINE,
     AHEAD = 8192, /* bytes between the weights in use and those that are fetched */
@@ -62,16 +67,31 @@ static void begin(struct tile_settings *found) {
 
 static void end(const struct tile_settings *found) { _tile_loadconfig(found); }
 
-static inline void clear(float *sums) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+/* sums [4][SIDE][SIDE]. `fresh`: they are 0. */
+static inline void load_sums(const float *sums, int fresh) {
+    if (fresh) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        return;
+    }
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + SIDE * SIDE, 64);
+    _tile_loadd(2, sums + 2 * SIDE * SIDE, 64);
+    _tile_loadd(3, sums + 3 * SIDE * SIDE, 64);
+}
+
+static inline void store_sums(float *sums) {
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + SIDE * SIDE, 64);
+    _tile_stored(2, sums + 2 * SIDE * SIDE, 64);
+    _tile_stored(3, sums + 3 * SIDE * SIDE, 64);
 }
 
 /* sums += x w^T for one or two tiles of rows and two panels */
 static inline void add_two_panels(const bf16 *x, const bf16 *first, const bf16 *second, ptrdiff_t parts,
-                                  int tiles, float *sums) {
+                                  int tiles) {
     for (; parts > 0; parts--, x += PART, first += TILE, second += TILE) {
         _tile_loadd(4, x, 64);
         _tile_loadd(6, first, 64);
@@ -89,7 +109,7 @@ static inline void add_two_panels(const bf16 *x, const bf16 *first, const bf16 *
 }
 
 /* sums += x w^T for four tiles of rows and one panel */
-static inline void add_panel(const bf16 *x, const bf16 *w, ptrdiff_t parts, float *sums) {
+static inline void add_panel(const bf16 *x, const bf16 *w, ptrdiff_t parts) {
     for (; parts > 0; parts--, x += PART, w += TILE) {
         _tile_loadd(7, w, 64);
         fetch(w);
@@ -104,70 +124,104 @@ static inline void add_panel(const bf16 *x, const bf16 *w, ptrdiff_t parts, floa
     }
 }
 
-/* sums [4][SIDE][SIDE] */
-static inline void finish(float *sums) {
-    _tile_stored(0, sums, 64);
-    _tile_stored(1, sums + SIDE * SIDE, 64);
-    _tile_stored(2, sums + 2 * SIDE * SIDE, 64);
-    _tile_stored(3, sums + 3 * SIDE * SIDE, 64);
-}
-
 static inline ptrdiff_t divided(ptrdiff_t count, ptrdiff_t by) { return (count + by - 1) / by; }
 
 static inline ptrdiff_t smaller(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
-/* Panels come in twos. */
-static inline ptrdiff_t panels_of(ptrdiff_t outs) { return 2 * divided(outs, 2 * SIDE); }
+/* Panels of a group: the fewer there are, the smaller, so that all threads have some. They come in twos. */
+static inline ptrdiff_t group_of(ptrdiff_t panels) {
+    if (panels >= 16 * MOST_GROUP) return MOST_GROUP;
+    return panels >= 32 ? 4 : 2;
+}
+
+struct layout {
+    ptrdiff_t panels, group, groups, parts;
+};
+
+static inline struct layout layout_of(ptrdiff_t outs, ptrdiff_t ins) {
+    struct layout found;
+    found.panels = divided(outs, SIDE);
+    found.group = group_of(found.panels);
+    found.groups = divided(found.panels, found.group);
+    found.parts = divided(ins, DEPTH);
+    return found;
+}
+
+/* Where the tiles of a chunk that begins with `part` are, those of the group's panels one after the other */
+static inline ptrdiff_t place_of(struct layout w, ptrdiff_t group, ptrdiff_t part) {
+    return (group * w.parts + part) * w.group * TILE;
+}
 
 /* Numbers of a packed weight [outs][ins] */
 ptrdiff_t strop_packed_size(ptrdiff_t outs, ptrdiff_t ins) {
-    return panels_of(outs) * divided(ins, DEPTH) * TILE;
+    struct layout w = layout_of(outs, ins);
+    return w.groups * w.group * w.parts * TILE;
 }
 
+/* float32 numbers that each thread needs for so many rows */
+ptrdiff_t strop_sums_size(ptrdiff_t rows) { return divided(rows, BLOCK) * MOST_GROUP * SUMS; }
+
 /* tile [SIDE][DEPTH]: the first rows and columns of `from`, zeros where it has none */
-static inline void copy_tile(const bf16 *from, bf16 *tile, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t stride) {
+static inline void copy_tile(const bf16 *from, bf16 *tile, ptrdiff_t rows, ptrdiff_t columns,
+                             ptrdiff_t stride) {
     if (rows < SIDE || columns < DEPTH) memset(tile, 0, TILE * sizeof(bf16));
     for (ptrdiff_t row = 0; row < smaller(rows, SIDE); row++)
         memcpy(tile + row * DEPTH, from + row * stride, smaller(columns, DEPTH) * sizeof(bf16));
 }
 
 void strop_pack(const bf16 *weight, bf16 *packed, ptrdiff_t outs, ptrdiff_t ins, int threads) {
-    ptrdiff_t parts = divided(ins, DEPTH);
+    struct layout w = layout_of(outs, ins);
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (ptrdiff_t panel = 0; panel < panels_of(outs); panel++)
-        for (ptrdiff_t part = 0; part < parts; part++) {
-            uint32_t pairs[SIDE][DEPTH / 2];
-            ptrdiff_t from = panel * SIDE * ins + part * DEPTH;
-            copy_tile(weight + from, (bf16 *)pairs, outs - panel * SIDE, ins - part * DEPTH, ins);
-            uint32_t *to = (uint32_t *)(packed + (panel * parts + part) * TILE);
-            for (int pair = 0; pair < DEPTH / 2; pair++)
-                for (int out = 0; out < SIDE; out++) to[pair * SIDE + out] = pairs[out][pair];
+    for (ptrdiff_t group = 0; group < w.groups; group++)
+        for (ptrdiff_t part = 0; part < w.parts; part++) {
+            ptrdiff_t first = part / CHUNK * CHUNK;
+            ptrdiff_t chunk = smaller(CHUNK, w.parts - first);
+            for (ptrdiff_t panel = 0; panel < w.group; panel++) {
+                uint32_t pairs[SIDE][DEPTH / 2];
+                ptrdiff_t out = (group * w.group + panel) * SIDE;
+                ptrdiff_t from = smaller(out, outs) * ins + part * DEPTH;
+                copy_tile(weight + from, (bf16 *)pairs, outs - out, ins - part * DEPTH, ins);
+                ptrdiff_t tile = place_of(w, group, first) + (panel * chunk + part - first) * TILE;
+                uint32_t *to = (uint32_t *)(packed + tile);
+                for (int pair = 0; pair < DEPTH / 2; pair++)
+                    for (int j = 0; j < SIDE; j++) to[pair * SIDE + j] = pairs[j][pair];
+            }
         }
 }
 
-/* The sums of a block of rows with two panels go to `to`, [tiles][2][SIDE][SIDE]. */
-static inline void multiply(const bf16 *x, const bf16 *w, ptrdiff_t parts, const bf16 *low, const bf16 *b,
-                            ptrdiff_t low_parts, int tiles, float *to) {
-    if (tiles <= 2) {
-        clear(to);
-        add_two_panels(x, w, w + parts * TILE, parts, tiles, to);
-        add_two_panels(low, b, b + low_parts * TILE, low_parts, tiles, to);
-        finish(to);
-        return;
-    }
-    for (int panel = 0; panel < 2; panel++) {
-        float *sums = to + panel * MOST_TILES * SIDE * SIDE;
-        clear(sums);
-        add_panel(x, w + panel * parts * TILE, parts, sums);
-        add_panel(low, b + panel * low_parts * TILE, low_parts, sums);
-        finish(sums);
-    }
+/* sums [panels][SUMS] of a group += x w^T over a chunk. Two panels of one or two tiles of rows share four tiles
+   of sums: those of the first one are in the even ones. */
+static inline void add_chunk(const bf16 *x, const bf16 *w, ptrdiff_t chunk, ptrdiff_t panels, int tiles,
+                             int fresh, float *sums) {
+    if (tiles <= 2)
+        for (ptrdiff_t panel = 0; panel < panels; panel += 2, w += 2 * chunk * TILE, sums += 2 * SUMS) {
+            load_sums(sums, fresh);
+            add_two_panels(x, w, w + chunk * TILE, chunk, tiles);
+            store_sums(sums);
+        }
+    else
+        for (ptrdiff_t panel = 0; panel < panels; panel++, w += chunk * TILE, sums += SUMS) {
+            load_sums(sums, fresh);
+            add_panel(x, w, chunk);
+            store_sums(sums);
+        }
 }
 
-/* Where `multiply` has the sums of a row with a panel */
-static inline const float *sums_of(const float *sums, ptrdiff_t row, int panel, int tiles) {
+/* sums [blocks][group][SUMS] += x w^T of all rows with a group */
+static void add_group(const bf16 *x, const bf16 *packed, struct layout w, ptrdiff_t group, ptrdiff_t rows,
+                      ptrdiff_t x_parts, int fresh, float *sums) {
+    for (ptrdiff_t part = 0; part < w.parts; part += CHUNK)
+        for (ptrdiff_t row = 0; row < rows; row += BLOCK)
+            add_chunk(x + (row / BLOCK * x_parts + part) * PART, packed + place_of(w, group, part),
+                      smaller(CHUNK, w.parts - part), w.group, divided(smaller(rows - row, BLOCK), SIDE),
+                      fresh && part == 0, sums + row / BLOCK * w.group * SUMS);
+}
+
+/* Where add_chunk has the sums of a row of a block with a panel */
+static inline const float *sums_of(const float *sums, ptrdiff_t row, ptrdiff_t panel, int tiles) {
     ptrdiff_t tile = row / SIDE;
-    ptrdiff_t place = tiles <= 2 ? 2 * tile + panel : panel * MOST_TILES + tile;
+    ptrdiff_t place = panel * MOST_TILES + tile;
+    if (tiles <= 2) place = panel / 2 * 2 * MOST_TILES + 2 * tile + panel % 2;
     return sums + (place * SIDE + row % SIDE) * SIDE;
 }
 
@@ -180,66 +234,74 @@ static inline void store(bf16 *to, __mmask16 mask, __m512 numbers) {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(numbers));
 }
 
-static inline int tiles_of(ptrdiff_t rows) { return divided(smaller(rows, BLOCK), SIDE); }
+/* y [rows][outs] of a block gets its sums with a group, and the bias. */
+static void write_block(const float *sums, const bf16 *bias, bf16 *y, ptrdiff_t rows, ptrdiff_t outs,
+                        struct layout w, ptrdiff_t group) {
+    int tiles = divided(rows, SIDE);
+    ptrdiff_t first = group * w.group * SIDE;
+    for (ptrdiff_t row = 0; row < rows; row++)
+        for (ptrdiff_t panel = 0; panel < w.group; panel++) {
+            ptrdiff_t out = first + panel * SIDE;
+            if (out >= outs) break;
+            __mmask16 mask = outs - out < SIDE ? (1 << (outs - out)) - 1 : 0xffff;
+            __m512 added = bias ? widened(bias + out, mask) : _mm512_setzero_ps();
+            __m512 total = _mm512_loadu_ps(sums_of(sums, row, panel, tiles));
+            store(y + row * outs + out, mask, _mm512_add_ps(total, added));
+        }
+}
 
 /* low = scale x A^T, packed like rows */
-static void multiply_low(const bf16 *x, const bf16 *a, bf16 *low, ptrdiff_t rows, ptrdiff_t parts,
-                         ptrdiff_t low_parts, float scale) {
-    float sums[2 * BLOCK * SIDE] __attribute__((aligned(64)));
+static void multiply_low(const bf16 *x, const bf16 *a, bf16 *low, ptrdiff_t rows, struct layout w,
+                         ptrdiff_t low_parts, float scale, float *sums) {
 #pragma omp for schedule(static)
-    for (ptrdiff_t task = 0; task < divided(rows, BLOCK) * low_parts; task++) {
-        ptrdiff_t block = task / low_parts;
-        ptrdiff_t part = task % low_parts;
-        int tiles = tiles_of(rows - block * BLOCK);
-        bf16 *to = low + task * PART;
-        multiply(x + block * parts * PART, a + part * 2 * parts * TILE, parts, NULL, NULL, 0, tiles, sums);
-        for (ptrdiff_t row = 0; row < tiles * SIDE; row++)
-            for (int panel = 0; panel < 2; panel++) {
-                __m512 found = _mm512_load_ps(sums_of(sums, row, panel, tiles));
-                store(to + row * DEPTH + panel * SIDE, 0xffff, _mm512_mul_ps(found, _mm512_set1_ps(scale)));
-            }
+    for (ptrdiff_t task = 0; task < divided(rows, BLOCK) * w.groups; task++) {
+        ptrdiff_t first = task / w.groups * BLOCK;
+        ptrdiff_t group = task % w.groups;
+        ptrdiff_t left = smaller(rows - first, BLOCK);
+        int tiles = divided(left, SIDE);
+        add_group(x + first / BLOCK * w.parts * PART, a, w, group, left, w.parts, 1, sums);
+        for (ptrdiff_t panel = 0; panel < w.group; panel++) {
+            ptrdiff_t column = (group * w.group + panel) * SIDE;
+            if (column >= low_parts * DEPTH) break;
+            bf16 *to = low + (first / BLOCK * low_parts + column / DEPTH) * PART + column % DEPTH;
+            for (ptrdiff_t row = 0; row < tiles * SIDE; row++)
+                store(to + row * DEPTH, 0xffff,
+                      _mm512_mul_ps(_mm512_loadu_ps(sums_of(sums, row, panel, tiles)), _mm512_set1_ps(scale)));
+        }
     }
 }
 
 /* y [rows][outs] = x W^T + bias + scale (x A^T) B^T, with W, A [rank][ins] and B [outs][rank] packed. bias may
    be NULL; rank 0: no adapter. scratch: blocks of BLOCK rows with the inputs and the rank, each in whole
-   parts. */
-void strop_linear(const bf16 *x, bf16 *scratch, const bf16 *packed, const bf16 *bias, const bf16 *a,
+   tiles. sums: strop_sums_size numbers per thread */
+void strop_linear(const bf16 *x, bf16 *scratch, float *sums, const bf16 *packed, const bf16 *bias, const bf16 *a,
                   const bf16 *b, float scale, ptrdiff_t rank, bf16 *y, ptrdiff_t rows, ptrdiff_t ins,
                   ptrdiff_t outs, int threads) {
-    ptrdiff_t blocks = divided(rows, BLOCK);
-    ptrdiff_t parts = divided(ins, DEPTH);
-    ptrdiff_t low_parts = divided(rank, DEPTH);
-    bf16 *low = scratch + blocks * parts * PART;
+    extern int omp_get_thread_num(void);
+    struct layout w = layout_of(outs, ins);
+    struct layout b_layout = layout_of(outs, rank);
+    ptrdiff_t low_parts = b_layout.parts;
+    bf16 *low = scratch + divided(rows, BLOCK) * w.parts * PART;
 #pragma omp parallel num_threads(threads)
     {
         struct tile_settings found;
-        float sums[2 * BLOCK * SIDE] __attribute__((aligned(64)));
+        float *own = sums + omp_get_thread_num() * strop_sums_size(rows);
         begin(&found);
 #pragma omp for schedule(static)
-        for (ptrdiff_t part = 0; part < parts; part++)
+        for (ptrdiff_t part = 0; part < w.parts; part++)
             for (ptrdiff_t row = 0; row < rows; row += SIDE)
                 copy_tile(x + row * ins + part * DEPTH,
-                          scratch + (row / BLOCK * parts + part) * PART + row % BLOCK / SIDE * TILE,
+                          scratch + (row / BLOCK * w.parts + part) * PART + row % BLOCK / SIDE * TILE,
                           rows - row, ins - part * DEPTH, ins);
-        if (rank) multiply_low(scratch, a, low, rows, parts, low_parts, scale);
+        if (rank) multiply_low(scratch, a, low, rows, layout_of(rank, ins), low_parts, scale, own);
 #pragma omp for schedule(static)
-        for (ptrdiff_t panel = 0; panel < panels_of(outs); panel += 2)
-            for (ptrdiff_t block = 0; block < blocks; block++) {
-                ptrdiff_t first = block * BLOCK;
-                int tiles = tiles_of(rows - first);
-                multiply(scratch + block * parts * PART, packed + panel * parts * TILE, parts,
-                         low + block * low_parts * PART, b + panel * low_parts * TILE, low_parts, tiles, sums);
-                for (int half = 0; half < 2; half++) {
-                    ptrdiff_t out = (panel + half) * SIDE;
-                    if (out >= outs) break;
-                    __mmask16 mask = outs - out < SIDE ? (1 << (outs - out)) - 1 : 0xffff;
-                    __m512 added = bias ? widened(bias + out, mask) : _mm512_setzero_ps();
-                    for (ptrdiff_t row = 0; row < smaller(rows - first, BLOCK); row++)
-                        store(y + (first + row) * outs + out, mask,
-                              _mm512_add_ps(_mm512_load_ps(sums_of(sums, row, half, tiles)), added));
-                }
-            }
+        for (ptrdiff_t group = 0; group < w.groups; group++) {
+            add_group(scratch, packed, w, group, rows, w.parts, 1, own);
+            if (rank) add_group(low, b, b_layout, group, rows, low_parts, 0, own);
+            for (ptrdiff_t row = 0; row < rows; row += BLOCK)
+                write_block(own + row / BLOCK * w.group * SUMS, bias, y + row * outs, smaller(rows - row, BLOCK),
+                            outs, w, group);
+        }
         end(&found);
     }
 }

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from strop.rollout.native.cpu.compiler import load_library
 
-MOST_ROWS = 256
-"""With more rows the product of torch is as fast."""
+PIECE = 512
+"""Rows that are multiplied at a time: their sums with a group of outputs stay in the L2 cache."""
 _DEPTH = 32
 _BLOCK = 64
 _LARGEST_ERROR = 2**-6
@@ -32,9 +32,11 @@ def _functions() -> ctypes.CDLL | None:
     size = ctypes.c_ssize_t
     library.strop_packed_size.argtypes = [size, size]
     library.strop_packed_size.restype = size
+    library.strop_sums_size.argtypes = [size]
+    library.strop_sums_size.restype = size
     library.strop_pack.argtypes = [address, address, size, size, ctypes.c_int]
     library.strop_pack.restype = None
-    library.strop_linear.argtypes = [*[address] * 6, ctypes.c_float, size, address, size, size, size]
+    library.strop_linear.argtypes = [*[address] * 7, ctypes.c_float, size, address, size, size, size]
     library.strop_linear.argtypes += [ctypes.c_int]
     library.strop_linear.restype = None
     if not _computes_right(library):
@@ -97,8 +99,9 @@ class PackedBf16Weight:
         return self._packed.numel() * self._packed.itemsize
 
     def takes(self, states: Tensor, rank: int = 0) -> bool:
-        """Whether it can multiply these states, and add an adapter of this rank."""
-        return states.dtype == torch.bfloat16 and 1 <= states.numel() // self.ins <= MOST_ROWS
+        """Whether it can multiply these states, and add an adapter of this rank. With many rows it is faster
+        than torch too, which has the weights in their own layout."""
+        return states.dtype == torch.bfloat16 and states.numel() > 0
 
     def adapter(self, a: Tensor, b: Tensor, scale: float) -> PackedAdapter:
         return PackedAdapter(self._library, a, b, scale)
@@ -106,8 +109,14 @@ class PackedBf16Weight:
     def __call__(self, states: Tensor, bias: Tensor | None, adapter: PackedAdapter | None = None) -> Tensor:
         """states W^T + bias + scale (states A^T) B^T."""
         states = states.contiguous()
-        rows = states.numel() // self.ins
         out = states.new_empty(*states.shape[:-1], self.outs)
+        pieces = states.view(-1, self.ins).split(PIECE)
+        for piece, into in zip(pieces, out.view(-1, self.outs).split(PIECE), strict=True):
+            self._multiply(piece, bias, adapter, into)
+        return out
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, adapter: PackedAdapter | None, out: Tensor) -> None:
+        rows = len(x)
         rank = 0
         scale = 0.0
         addresses: list[int | None] = [None, None]
@@ -116,10 +125,13 @@ class PackedBf16Weight:
             scale = adapter.scale
             addresses = [packed.data_ptr() for packed in adapter.packed()]
         columns = _DEPTH * (-(-self.ins // _DEPTH) + -(-rank // _DEPTH))
-        scratch = states.new_empty(-(-rows // _BLOCK) * _BLOCK * columns)
+        scratch = x.new_empty(-(-rows // _BLOCK) * _BLOCK * columns)
+        threads = torch.get_num_threads()
+        sums = torch.empty(threads * self._library.strop_sums_size(rows), dtype=torch.float32)
         self._library.strop_linear(
-            states.data_ptr(),
+            x.data_ptr(),
             scratch.data_ptr(),
+            sums.data_ptr(),
             self._packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
             *addresses,
@@ -129,9 +141,8 @@ class PackedBf16Weight:
             rows,
             self.ins,
             self.outs,
-            torch.get_num_threads(),
+            threads,
         )
-        return out
 
 
 def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
@@ -143,7 +154,7 @@ def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
 
 def packed_bf16_weight(weight: Tensor) -> PackedBf16Weight | None:
     """A packed copy of a bf16 weight on the CPU; None where the functions cannot be compiled."""
-    library = _functions()
-    if library is None or weight.dtype != torch.bfloat16:
+    library = _functions() if weight.dtype == torch.bfloat16 else None
+    if library is None:
         return None
     return PackedBf16Weight(library, weight)
