@@ -7,6 +7,7 @@ second argument. `HeadModel` wraps a torch module.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -279,27 +280,49 @@ def build_reward_model_scorer(
 
 
 def saved_statistics(settings: RewardModelConfig, model: TokenScorer) -> tuple[float, float] | None:
-    """The mean and standard deviation of scores in config.json. Those trainers that save them (`strop rm` and
-    OpenRLHF) train on conversations up to the last token of the answer."""
+    """The mean and standard deviation of scores in config.json; None if they are not there. Those trainers
+    that save them (`strop rm` and OpenRLHF) train on conversations up to the last token of the answer.
+
+    Lists of several numbers are about something else, such as the colors of images.
+    """
+    mean, std = (_one_number(value) for value in _named_statistics(settings, model))
+    if mean is None or std is None or std < 0:
+        return None
+    return mean, std
+
+
+def _named_statistics(settings: RewardModelConfig, model: TokenScorer) -> tuple[object, object]:
     config = getattr(getattr(model, "module", model), "config", None)
     if config is None and settings.model.path is not None:
         from strop.models.load import load_config, resolve
 
         config = load_config(resolve(settings.model.path), trust_remote_code=settings.model.trust_remote_code)
-    mean = getattr(config, "mean", None)
-    std = getattr(config, "std", None)
-    if mean is None or std is None:
+    return getattr(config, "mean", None), getattr(config, "std", None)
+
+
+def _one_number(value: object) -> float | None:
+    """A finite number, also as the only one of a list."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
-    return float(mean), float(std)
+    return float(value)
 
 
-def stored_statistics(settings: RewardModelConfig, model: TokenScorer) -> tuple[float, float]:
-    """Return the mean and standard deviation of scores that reward model training saved in config.json."""
+def stored_statistics(
+    settings: RewardModelConfig, model: TokenScorer, *, key: str = "reward_model.normalize"
+) -> tuple[float, float]:
+    """Return the mean and standard deviation of scores that reward model training saved in config.json.
+    `key` asks for them."""
     saved = saved_statistics(settings, model)
     if saved is None:
+        mean, std = _named_statistics(settings, model)
+        problem = "holds no mean and std of its scores"
+        if mean is not None or std is not None:
+            problem = f"holds mean={mean!r} and std={std!r}, and each must be one number (std not below 0)"
         raise ValueError(
-            "reward_model.normalize=true, but the config.json of "
-            f"{settings.model.path or 'the reward model'} holds no mean and std of its scores. Train it with "
-            "a reward trainer that writes them, or set reward_model.normalize=false."
+            f"{key}=true, but the config.json of {settings.model.path or 'the reward model'} {problem}. "
+            "Write the numbers of its scores into it, train it with a reward trainer that writes them, or "
+            f"set {key}=false."
         )
     return saved[0], max(saved[1], MIN_STD)

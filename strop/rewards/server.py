@@ -202,7 +202,7 @@ def load_served_model(config: RewardServerConfig) -> ServedRewardModel:
     model = load_model(settings, device=device, dtype=compute_dtype(server.dtype, device))
     served = ServedRewardModel(str(config.model.path), model, build_tokenizer(config.model))
     if server.normalize:
-        served.mean, served.std = stored_statistics(settings, model)
+        served.mean, served.std = stored_statistics(settings, model, key="server.normalize")
     text_config = model.module.config.get_text_config()
     served.max_length = server.max_length or getattr(text_config, "max_position_embeddings", None)
     return served

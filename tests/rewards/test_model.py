@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,42 @@ def test_normalised_with_what_its_training_left() -> None:
     ] == 1.5  # (6-4)/2, (8-4)/2 clipped
     with pytest.raises(ValueError, match="holds no mean and std"):
         scorer(enable=True, model=Lengths(config=SimpleNamespace()), normalize=True, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"),
+    [
+        ([0.48, 0.46, 0.41], [0.27, 0.26, 0.28]),
+        ("4", 2.0),
+        (float("nan"), 2.0),
+        (4.0, -2.0),
+        (4.0, None),
+        (True, 2.0),
+    ],
+)
+def test_statistics_that_are_not_a_number_each_are_refused_where_they_are_used(
+    mean: object, std: object
+) -> None:
+    """Some configurations have those of image colors under these names: they were a bare TypeError, also
+    without normalisation."""
+    weights = RewardModelWeightsConfig(input_tokenizer=None, path="some/model")
+    model = Lengths(config=SimpleNamespace(mean=mean, std=std))
+    shown = re.escape(f"config.json of some/model holds mean={mean!r} and std={std!r}")
+    with pytest.raises(
+        ValueError, match=rf"reward_model\.normalize=true, but the {shown}.*reward_model\.normalize=false"
+    ):
+        scorer(enable=True, model=model, normalize=True, weights=weights)
+    answer = trajectory("abc")
+    scorer(enable=True, model=model, weights=weights).score([answer])
+    assert answer.score == 8.0
+
+
+def test_statistics_in_lists_of_one_number() -> None:
+    weights = RewardModelWeightsConfig(input_tokenizer=None)
+    answer = trajectory("a")
+    model = Lengths(config=SimpleNamespace(mean=[4.0], std=[2]))
+    scorer(enable=True, model=model, normalize=True, weights=weights).score([answer])
+    assert answer.score == 1.0
 
 
 def test_not_a_number_masks_and_a_wrong_count_stops() -> None:
