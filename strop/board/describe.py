@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +29,23 @@ from strop.run.checkpoint.layout import (
     step_of,
     verify,
 )
-from strop.run.heartbeat import FINISHED, STOPPED_BY_SIGNAL, last_sign_of_life, read_worker_states
+from strop.run.doctor import is_alive
+from strop.run.heartbeat import (
+    FINISHED,
+    STOPPED_BY_SIGNAL,
+    WorkerState,
+    last_sign_of_life,
+    read_worker_states,
+)
 from strop.run.sample_table import FOLDER
 
 T = TypeVar("T")
 
 STOPPED_AFTER = 900.0
 """Seconds without a sign of life after which a run that has not finished counts as stopped."""
+QUIET = 180.0
+"""The same if its processes were on this machine and are gone. Workers give a sign every minute; processes of
+a container that shares its host's name have other ids there, so they seem to be gone."""
 MAX_CONFIG_BYTES = 8 << 20
 MAX_ALERTS = 500
 HEADLINES = (
@@ -153,9 +164,15 @@ def _state(run: RunFolder, metrics: dict[str, Any], total: int | None) -> dict[s
     if workers:
         signs.append(last_sign_of_life(run.path))
     last_sign = max((sign for sign in signs if math.isfinite(sign)), default=0.0)
-    if time.time() - last_sign > STOPPED_AFTER:
+    silence = time.time() - last_sign
+    if silence > STOPPED_AFTER or (silence > QUIET and workers and all(map(_is_gone, workers))):
         return {"state": "stopped", "phase": None}
     return {"state": "running", "phase": workers[0].phase if workers else None}
+
+
+def _is_gone(worker: WorkerState) -> bool:
+    """Whether a worker has ended, as far as this machine knows."""
+    return worker.over or (worker.host == socket.gethostname() and not is_alive(worker))
 
 
 def read_config(run: RunFolder) -> tuple[dict[str, object], str | None]:

@@ -132,7 +132,7 @@ def _inspect(run: Path, worker: WorkerState, timeout: float) -> WorkerReport:
         return WorkerReport(worker, "over")
     if worker.host != socket.gethostname():
         return WorkerReport(worker, "elsewhere")
-    if not _is_alive(worker):
+    if not is_alive(worker):
         return WorkerReport(worker, "gone")
     if not _handles_signal(worker.pid):
         return WorkerReport(worker, "silent")
@@ -140,7 +140,7 @@ def _inspect(run: Path, worker: WorkerState, timeout: float) -> WorkerReport:
     return WorkerReport(worker, "running" if stacks else "silent", stacks)
 
 
-def _is_alive(worker: WorkerState) -> bool:
+def is_alive(worker: WorkerState) -> bool:
     """Whether the process still runs, and is not another one that got the same process id later."""
     try:
         os.kill(worker.pid, 0)

@@ -87,12 +87,25 @@ def read_worker_states(directory: Path) -> list[WorkerState]:
     return sorted(found, key=lambda worker: worker.rank)
 
 
+def lock_file(directory: Path) -> Path:
+    """It is made before the first heartbeat, and stays as it is."""
+    return workers_folder(directory) / "lock"
+
+
 def last_sign_of_life(directory: Path) -> float:
-    """The Unix time at which a worker of a run last wrote or touched its heartbeat; 0 if there is none."""
+    """The Unix time at which a worker of a run last wrote or touched its heartbeat; 0 if there is none.
+
+    A lock that is younger than every heartbeat's own time was copied with the folder. Then the times of the
+    files are those of the copy, and do not count.
+    """
     signs = [0.0]
     for path in workers_folder(directory).glob("rank_*.json"):
         with contextlib.suppress(OSError):
             signs.append(path.stat().st_mtime)
+    began = [worker.since for worker in read_worker_states(directory)]
+    with contextlib.suppress(OSError):
+        if began and lock_file(directory).stat().st_mtime > max(began):
+            return max(began)
     return max(signs)
 
 
@@ -199,7 +212,7 @@ def run_lock(directory: Path) -> Iterator[None]:
     Two runs in one folder would resume from each other's checkpoints and mix their metrics. The kernel
     releases the lock when this process ends, however it ends; child processes do not inherit it.
     """
-    path = workers_folder(directory) / "lock"
+    path = lock_file(directory)
     with contextlib.ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,10 @@ import http.client
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from strop.board.describe import plan
 from strop.board.serve import checked_token, main
 from strop.config.arithmetic import plan_ppo
 from strop.config.compose import load
-from strop.run.heartbeat import Heartbeat
+from strop.run.heartbeat import Heartbeat, lock_file
 from tests.board.scene import CONFIG, answer, line, metrics, serving, write_run, write_step
 
 TOKEN = "correct-horse-battery-staple"
@@ -395,6 +397,44 @@ def test_how_a_run_stands_by_what_its_workers_last_said(tmp_path: Path) -> None:
             "over": ("finished", None),
             "bad": ("failed", None),
         }
+
+
+def test_a_copy_of_a_run_that_was_killed_does_not_run(tmp_path: Path) -> None:
+    """A copy has new times of its files. Its lock is as young as they are; that of a run is older than what
+    its workers last wrote."""
+    now = time.time()
+    for name, since, age_of_lock in (("copied", now - 7200, 0.0), ("live", now - 7200, 9000.0)):
+        (tmp_path / name / "workers").mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text(
+            json.dumps({"step": 1, "time": since, "data": {}}) + "\n"
+        )
+        (tmp_path / name / "workers" / "rank_0.json").write_text(json.dumps({**HEARTBEAT, "since": since}))
+        lock_file(tmp_path / name).touch()
+        os.utime(lock_file(tmp_path / name), (now - age_of_lock,) * 2)
+    with serving(tmp_path) as url:
+        states = {name: run["state"] for name, run in runs(url).items()}
+    assert states == {"copied": "stopped", "live": "running"}
+
+
+def test_a_run_of_this_machine_whose_processes_are_gone_is_stopped_soon(tmp_path: Path) -> None:
+    """Not at once: the processes of a container are not found by their ids, but they give signs of life."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here, now = socket.gethostname(), time.time()
+    for name, host, pid, silence in (
+        ("killed", here, ended.pid, 300.0),
+        ("container", here, ended.pid, 90.0),
+        ("alive", here, os.getpid(), 300.0),
+        ("elsewhere", "node7", ended.pid, 300.0),
+    ):
+        (tmp_path / name / "workers").mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "data": {}}\n')
+        file = tmp_path / name / "workers" / "rank_0.json"
+        file.write_text(json.dumps({**HEARTBEAT, "host": host, "pid": pid, "since": now}))
+        os.utime(file, (now - silence,) * 2)
+    with serving(tmp_path) as url:
+        states = {name: run["state"] for name, run in runs(url).items()}
+    assert states == {"killed": "stopped", "container": "running", "alive": "running", "elsewhere": "running"}
 
 
 def test_a_long_phase_is_not_taken_for_the_end_of_a_run(tmp_path: Path) -> None:

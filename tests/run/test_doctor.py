@@ -68,7 +68,7 @@ def test_stacks_phases_and_who_is_behind(tmp_path: Path, workers, monkeypatch, c
     assert told.count("wait_for_an_answer") == 2  # the main thread of each
     assert "last logged step: 6" in told and "waiting: rollout/occupancy 0.5" in told and "It moves" in told
     assert all(process.poll() is None for process in workers)
-    monkeypatch.setattr("strop.run.doctor._is_alive", lambda worker: True)
+    monkeypatch.setattr("strop.run.doctor.is_alive", lambda worker: True)
     for rank in (0, 1):
         age(tmp_path, rank, 1000.0)
     assert main([str(tmp_path)]) == 1
