@@ -130,7 +130,7 @@ def weight() -> Tensor:
     return (torch.randn(75, 301) / 301**0.5).to(BF16)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 33, 64, 65, few_rows_bf16.PIECE + 40])
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 64, 65, few_rows_bf16.MOST_ROWS])
 @pytest.mark.parametrize("rank", [0, 1, 32, 40])
 def test_products_are_those_of_float64_rounded_once(weight: Tensor, rows: int, rank: int) -> None:
     x = random(rows, 301)
@@ -187,14 +187,15 @@ def test_an_adapter_that_is_trained_is_read_again(weight: Tensor) -> None:
     assert torch.equal(multiply(x, None, adapter), multiply(x, None))
 
 
-def test_other_precisions_are_computed_by_torch(weight: Tensor) -> None:
+def test_what_it_does_not_take_is_computed_by_torch(weight: Tensor) -> None:
     multiply = packed_bf16_weight(weight)
     assert multiply is not None
     layer = torch.nn.Linear(301, 75, bias=False)
-    layer.weight = torch.nn.Parameter(weight.float())
-    x = torch.randn(3, 301)
-    assert not multiply.takes(x)
-    assert torch.equal(packed.CompiledLinear(layer, multiply)(x), F.linear(x, weight.float()))
+    for dtype, rows in ((torch.float32, 3), (BF16, few_rows_bf16.MOST_ROWS + 1)):
+        layer.weight = torch.nn.Parameter(weight.to(dtype))
+        x = torch.randn(rows, 301).to(dtype)
+        assert not multiply.takes(x)
+        assert torch.equal(packed.CompiledLinear(layer, multiply)(x), F.linear(x, weight.to(dtype)))
 
 
 # --- in the engine ------------------------------------------------------------------------------------------

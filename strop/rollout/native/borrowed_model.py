@@ -230,12 +230,6 @@ class PackedLinear:
         """The layers with copies of frozen weights."""
         self._frozen_changes: list[Change] = []
 
-    def before_prefill(self, rows: int, left: int) -> None:
-        """Make the copies before the prompts of so many rows if it is certain that they pay: prompts too are
-        faster with some of them."""
-        if left > LONG:
-            self.before_step(rows, left)
-
     def before_step(self, rows: int, left: int) -> None:
         """Make the copies if they pay: a decode step of so many rows comes, and a response may have up to
         `left` more tokens."""

@@ -361,7 +361,7 @@ class NativeEngine:
             max_num_seqs=self._max_num_seqs,
             prefix_caching=self._prefix_caching,
             on_finished=self._on_finished,
-            packed=self.borrowed_model.packed,
+            before_step=self.borrowed_model.packed.before_step,
             meter=self._meter,
             speculation=self._speculation,
         )

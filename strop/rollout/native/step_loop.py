@@ -12,7 +12,6 @@ import torch
 
 from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.base import Completion, merge_spans, newest_version
-from strop.rollout.native.borrowed_model import PackedLinear
 from strop.rollout.native.decode_rows import ERROR, RUNNING, finish_name
 from strop.rollout.native.meter import CacheUse, Meter
 from strop.rollout.native.pages import PAGE, SPARE, PagedKVCache
@@ -45,11 +44,12 @@ class StepLoop:
         max_num_seqs: int,
         prefix_caching: bool,
         on_finished: OnFinished,
-        packed: PackedLinear,
+        before_step: Callable[[int, int], None],
         meter: Meter,
         speculation: SpeculationConfig,
     ) -> None:
-        """`prefix_caching`: finished sequences stay in free rows."""
+        """`prefix_caching`: finished sequences stay in free rows. `before_step` gets the rows of
+        each step, and the most tokens that one of them may still have."""
         self.runner = runner
         self._pages = runner.cache if isinstance(runner.cache, PagedKVCache) else None
         self.version = 0
@@ -66,7 +66,7 @@ class StepLoop:
         if prefix_caching and runner.cache.has_states:
             self.scheduler.use_snapshots(runner.keep_states())
         self._on_finished = on_finished
-        self._packed = packed
+        self._before_step = before_step
         self._meter = meter
         self._speculator = build_speculator(speculation, runner, meter)
         self._num_filled = 0
@@ -138,7 +138,6 @@ class StepLoop:
         admissions = self._place(first)
         if not admissions:
             return
-        self._packed.before_prefill(len(scheduler.running), self._most_tokens_left())
         first_pass = [admission for admission in admissions if not admission.second_pass]
         second_pass = [admission for admission in admissions if admission.second_pass]
         runner = self.runner
@@ -245,7 +244,7 @@ class StepLoop:
             self._meter.preemptions += len(preempted)
             self._preempt_from(len(scheduler.running) - len(preempted))
             self._fit_cache()
-        left = self._most_tokens_left()
+        left = max(sample.limit - length for sample, length in zip(scheduler.running, scheduler.lengths))
         steps = _STEPS_PER_SYNC.get(runner.device.type, 1)
         drafts = 0
         if self._speculator is not None:
@@ -258,7 +257,7 @@ class StepLoop:
         lengths = scheduler.lengths
         count = len(scheduler.running)
         recorded = runner.num_recorded
-        self._packed.before_step(count, left)
+        self._before_step(count, left)
         with self._meter.decode(runner.device, count, waiting=bool(scheduler.waiting)):
             runner.decode(scheduler.running, lengths, steps, drafts)
         if self._speculator is not None:
@@ -266,12 +265,10 @@ class StepLoop:
             self._speculator.measured(count, drafts, steps, seconds)
         for row, sample in enumerate(scheduler.running):
             lengths[row] = min(sample.limit, lengths[row] + steps * (drafts + 1))
-        pages = 0 if self._pages is None else self._pages.pool.num_used
+        pages = 0
+        if self._pages is not None:
+            pages = self._pages.pool.num_used
         self._meter.decoded(steps, count, CacheUse(sum(lengths), scheduler.budget, pages))
-
-    def _most_tokens_left(self) -> int:
-        scheduler = self.scheduler
-        return max(sample.limit - length for sample, length in zip(scheduler.running, scheduler.lengths))
 
     def _reserve(self, cache: PagedKVCache, steps: int) -> None:
         """Pages for the next steps of all rows. If there are none left, rows are preempted, newest first."""

@@ -130,7 +130,8 @@ static inline ptrdiff_t smaller(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b
 
 /* Panels of a group: the fewer there are, the smaller, so that all threads have some. They come in twos. */
 static inline ptrdiff_t group_of(ptrdiff_t panels) {
-    if (panels >= 16 * MOST_GROUP) return MOST_GROUP;
+    if (panels >= 64 * MOST_GROUP) return MOST_GROUP;
+    if (panels >= 128) return 8;
     return panels >= 32 ? 4 : 2;
 }
 
@@ -207,18 +208,14 @@ static inline void add_chunk(const bf16 *x, const bf16 *w, ptrdiff_t chunk, ptrd
         }
 }
 
-/* sums [groups][blocks][group][SUMS] += x w^T of all rows with the groups from `first` on. Many rows do not stay
-   in a cache: they are read once for several groups. */
-static void add_groups(const bf16 *x, const bf16 *packed, struct layout w, ptrdiff_t first, ptrdiff_t groups,
-                       ptrdiff_t rows, int fresh, float *sums) {
-    ptrdiff_t blocks = divided(rows, BLOCK);
+/* sums [blocks][group][SUMS] += x w^T of all rows with a group */
+static void add_group(const bf16 *x, const bf16 *packed, struct layout w, ptrdiff_t group, ptrdiff_t rows,
+                      ptrdiff_t x_parts, int fresh, float *sums) {
     for (ptrdiff_t part = 0; part < w.parts; part += CHUNK)
-        for (ptrdiff_t block = 0; block < blocks; block++)
-            for (ptrdiff_t group = 0; group < groups; group++)
-                add_chunk(x + (block * w.parts + part) * PART, packed + place_of(w, first + group, part),
-                          smaller(CHUNK, w.parts - part), w.group,
-                          divided(smaller(rows - block * BLOCK, BLOCK), SIDE), fresh && part == 0,
-                          sums + (group * blocks + block) * w.group * SUMS);
+        for (ptrdiff_t row = 0; row < rows; row += BLOCK)
+            add_chunk(x + (row / BLOCK * x_parts + part) * PART, packed + place_of(w, group, part),
+                      smaller(CHUNK, w.parts - part), w.group, divided(smaller(rows - row, BLOCK), SIDE),
+                      fresh && part == 0, sums + row / BLOCK * w.group * SUMS);
 }
 
 /* Where add_chunk has the sums of a row of a block with a panel */
@@ -263,7 +260,7 @@ static void multiply_low(const bf16 *x, const bf16 *a, bf16 *low, ptrdiff_t rows
         ptrdiff_t group = task % w.groups;
         ptrdiff_t left = smaller(rows - first, BLOCK);
         int tiles = divided(left, SIDE);
-        add_groups(x + first / BLOCK * w.parts * PART, a, w, group, 1, left, 1, sums);
+        add_group(x + first / BLOCK * w.parts * PART, a, w, group, left, w.parts, 1, sums);
         for (ptrdiff_t panel = 0; panel < w.group; panel++) {
             ptrdiff_t column = (group * w.group + panel) * SIDE;
             if (column >= low_parts * DEPTH) break;
@@ -281,18 +278,15 @@ static void multiply_low(const bf16 *x, const bf16 *a, bf16 *low, ptrdiff_t rows
 void strop_linear(const bf16 *x, bf16 *scratch, float *sums, const bf16 *packed, const bf16 *bias, const bf16 *a,
                   const bf16 *b, float scale, ptrdiff_t rank, bf16 *y, ptrdiff_t rows, ptrdiff_t ins,
                   ptrdiff_t outs, int threads) {
-    extern int omp_get_thread_num(void), omp_get_num_threads(void);
-    ptrdiff_t blocks = divided(rows, BLOCK);
+    extern int omp_get_thread_num(void);
     struct layout w = layout_of(outs, ins);
     struct layout b_layout = layout_of(outs, rank);
     ptrdiff_t low_parts = b_layout.parts;
-    bf16 *low = scratch + blocks * w.parts * PART;
+    bf16 *low = scratch + divided(rows, BLOCK) * w.parts * PART;
 #pragma omp parallel num_threads(threads)
     {
         struct tile_settings found;
-        ptrdiff_t thread = omp_get_thread_num();
-        ptrdiff_t team = omp_get_num_threads();
-        float *own = sums + thread * strop_sums_size(rows);
+        float *own = sums + omp_get_thread_num() * strop_sums_size(rows);
         begin(&found);
 #pragma omp for schedule(static)
         for (ptrdiff_t part = 0; part < w.parts; part++)
@@ -301,17 +295,13 @@ void strop_linear(const bf16 *x, bf16 *scratch, float *sums, const bf16 *packed,
                           scratch + (row / BLOCK * w.parts + part) * PART + row % BLOCK / SIDE * TILE,
                           rows - row, ins - part * DEPTH, ins);
         if (rank) multiply_low(scratch, a, low, rows, layout_of(rank, ins), low_parts, scale, own);
-        /* Each thread has groups side by side. */
-        ptrdiff_t from = w.groups * thread / team;
-        ptrdiff_t to = w.groups * (thread + 1) / team;
-        for (ptrdiff_t count; from < to; from += count) {
-            count = smaller(rows > BLOCK ? MOST_GROUP / w.group : 1, to - from);
-            add_groups(scratch, packed, w, from, count, rows, 1, own);
-            if (rank) add_groups(low, b, b_layout, from, count, rows, 0, own);
-            for (ptrdiff_t block = 0; block < blocks; block++)
-                for (ptrdiff_t group = 0; group < count; group++)
-                    write_block(own + (group * blocks + block) * w.group * SUMS, bias, y + block * BLOCK * outs,
-                                smaller(rows - block * BLOCK, BLOCK), outs, w, from + group);
+#pragma omp for schedule(static)
+        for (ptrdiff_t group = 0; group < w.groups; group++) {
+            add_group(scratch, packed, w, group, rows, w.parts, 1, own);
+            if (rank) add_group(low, b, b_layout, group, rows, low_parts, 0, own);
+            for (ptrdiff_t row = 0; row < rows; row += BLOCK)
+                write_block(own + row / BLOCK * w.group * SUMS, bias, y + row * outs, smaller(rows - row, BLOCK),
+                            outs, w, group);
         }
         end(&found);
     }

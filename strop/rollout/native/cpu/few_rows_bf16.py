@@ -13,8 +13,8 @@ from torch import Tensor
 
 from strop.rollout.native.cpu.compiler import load_library
 
-PIECE = 512
-"""Rows that are multiplied at a time: their sums with a group of outputs stay in the L2 cache."""
+MOST_ROWS = 256
+"""With more rows the product of torch is as fast."""
 _DEPTH = 32
 _BLOCK = 64
 _LARGEST_ERROR = 2**-6
@@ -99,9 +99,8 @@ class PackedBf16Weight:
         return self._packed.numel() * self._packed.itemsize
 
     def takes(self, states: Tensor, rank: int = 0) -> bool:
-        """Whether it can multiply these states, and add an adapter of this rank. With many rows it is faster
-        than torch too, which has the weights in their own layout."""
-        return states.dtype == torch.bfloat16 and states.numel() > 0
+        """Whether it can multiply these states, and add an adapter of this rank."""
+        return states.dtype == torch.bfloat16 and 1 <= states.numel() // self.ins <= MOST_ROWS
 
     def adapter(self, a: Tensor, b: Tensor, scale: float) -> PackedAdapter:
         return PackedAdapter(self._library, a, b, scale)
@@ -109,14 +108,8 @@ class PackedBf16Weight:
     def __call__(self, states: Tensor, bias: Tensor | None, adapter: PackedAdapter | None = None) -> Tensor:
         """states W^T + bias + scale (states A^T) B^T."""
         states = states.contiguous()
+        rows = states.numel() // self.ins
         out = states.new_empty(*states.shape[:-1], self.outs)
-        pieces = states.view(-1, self.ins).split(PIECE)
-        for piece, into in zip(pieces, out.view(-1, self.outs).split(PIECE), strict=True):
-            self._multiply(piece, bias, adapter, into)
-        return out
-
-    def _multiply(self, x: Tensor, bias: Tensor | None, adapter: PackedAdapter | None, out: Tensor) -> None:
-        rows = len(x)
         rank = 0
         scale = 0.0
         addresses: list[int | None] = [None, None]
@@ -125,11 +118,11 @@ class PackedBf16Weight:
             scale = adapter.scale
             addresses = [packed.data_ptr() for packed in adapter.packed()]
         columns = _DEPTH * (-(-self.ins // _DEPTH) + -(-rank // _DEPTH))
-        scratch = x.new_empty(-(-rows // _BLOCK) * _BLOCK * columns)
+        scratch = states.new_empty(-(-rows // _BLOCK) * _BLOCK * columns)
         threads = torch.get_num_threads()
         sums = torch.empty(threads * self._library.strop_sums_size(rows), dtype=torch.float32)
         self._library.strop_linear(
-            x.data_ptr(),
+            states.data_ptr(),
             scratch.data_ptr(),
             sums.data_ptr(),
             self._packed.data_ptr(),
@@ -143,6 +136,7 @@ class PackedBf16Weight:
             self.outs,
             threads,
         )
+        return out
 
 
 def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
