@@ -3,10 +3,15 @@
    A decode step reads the keys and values of all rows once and computes little with each number, so it takes
    as long as memory does. Query heads that share a key head are computed together: a block of LANES keys is
    read once, while it is in the L1 cache each query head is multiplied with it. Scores of the whole context
-   are kept; values are weighted in a second pass. Blocks in bf16 are widened once for all heads. The sums of a row are in the order of its positions, so a
+   are kept; values are weighted in a second pass. Blocks in bf16 are widened once for all heads; with AMX a block of
+   keys is a tile as it is, and is multiplied with up to 16 heads at once. The sums of a row are in the order of its positions, so a
    result does not depend on other rows or on the number of threads. */
 
 #include "vectors.h"
+
+#ifdef __AMX_BF16__
+#include "tiles.h"
+#endif
 
 #include <string.h>
 
@@ -80,6 +85,33 @@ static inline const float *in_float(const number *from, float *wide, ptrdiff_t c
 #endif
 }
 
+#ifdef __AMX_BF16__
+
+/* Columns of tiles: query [heads][size] of at most SIDE heads, zeros for the others */
+static void pack_query(const number *query, ptrdiff_t heads, ptrdiff_t size, number *tiles) {
+    memset(tiles, 0, size * SIDE * sizeof(number));
+    for (ptrdiff_t h = 0; h < heads; h++)
+        for (ptrdiff_t i = 0; i < size; i += 2)
+            memcpy(tiles + i * SIDE + 2 * h, query + h * size + i, 2 * sizeof(number));
+}
+
+/* scores[h][j] = query . keys[j] * scale for LANES keys and all heads. `width`: between two heads */
+static inline void multiply_tiles(const number *query, const number *keys, ptrdiff_t heads, ptrdiff_t size,
+                                  float scale, float *scores, ptrdiff_t width) {
+    float sums[LANES * SIDE] __attribute__((aligned(64)));
+    _tile_zero(0);
+    for (ptrdiff_t i = 0; i < size; i += DEPTH) {
+        _tile_loadd(1, keys + i, size * sizeof(number));
+        _tile_loadd(2, query + i * SIDE, 64);
+        _tile_dpbf16ps(0, 1, 2);
+    }
+    _tile_stored(0, sums, 64);
+    for (ptrdiff_t h = 0; h < heads; h++)
+        for (ptrdiff_t j = 0; j < LANES; j++) scores[h * width + j] = sums[j * SIDE + h] * scale;
+}
+
+#endif
+
 /* scores [count], a multiple of LANES, become exp(scores - their maximum); returns the sum */
 static float weigh(float *scores, ptrdiff_t count) {
     vec tops = *(vec *)scores;
@@ -106,6 +138,10 @@ static void attend(const number *query, const number *keys, const number *values
     float total[heads * size];
     float sums[heads];
     const float *queries = in_float(query, wide_query, heads * size);
+#ifdef __AMX_BF16__
+    number query_tiles[MOST_SIZE * SIDE] __attribute__((aligned(64)));
+    if (heads <= SIDE) pack_query(query, heads, size, query_tiles);
+#endif
     for (ptrdiff_t j = 0; j < width; j += LANES) {
         const number *block = keys + j * size;
         ptrdiff_t later = j + AHEAD * LANES;
@@ -114,6 +150,13 @@ static void attend(const number *query, const number *keys, const number *values
             for (ptrdiff_t i = 0; i < LANES * size; i++) last[i] = i < (count - j) * size ? block[i] : 0;
             block = last;
         }
+#ifdef __AMX_BF16__
+        if (heads <= SIDE) {
+            fetch(next, LANES * size, 0, 1);
+            multiply_tiles(query_tiles, block, heads, size, scale, scores + j, width);
+            continue;
+        }
+#endif
         const float *all_keys = in_float(block, wide, LANES * size);
         for (ptrdiff_t h = 0; h < heads; h++) {
             fetch(next, LANES * size, h, heads);
@@ -150,6 +193,10 @@ void strop_decode_attention(const number *query, const number *new_keys, const n
 #pragma omp parallel num_threads(threads)
     {
         float *own = scores + omp_get_thread_num() * scores_per_thread;
+#ifdef __AMX_BF16__
+        struct tile_settings found;
+        begin_tiles(&found);
+#endif
 #pragma omp for schedule(dynamic, 1)
         for (ptrdiff_t task = 0; task < rows * key_heads; task++) {
             ptrdiff_t row = task / key_heads;
@@ -165,5 +212,8 @@ void strop_decode_attention(const number *query, const number *new_keys, const n
             attend(query + task * heads * size, keys + from, values + from, out + task * heads * size, own,
                    heads, end - begin, size, scale);
         }
+#ifdef __AMX_BF16__
+        end_tiles(&found);
+#endif
     }
 }

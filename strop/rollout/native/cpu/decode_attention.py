@@ -41,7 +41,7 @@ class MaskAndScale(Protocol):
 
 @cache
 def _function(dtype: torch.dtype) -> ctypes.CDLL | None:
-    library = None if is_arm_linux() else load_library(Path(__file__).with_suffix(".c"), dtype)
+    library = None if is_arm_linux() else _library(dtype)
     if library is None:
         return None
     address = ctypes.c_void_p
@@ -53,6 +53,16 @@ def _function(dtype: torch.dtype) -> ctypes.CDLL | None:
     if not _computes_right(library, dtype):
         return None
     return library
+
+
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """With AMX where it is for the dtype and the CPU."""
+    source = Path(__file__).with_suffix(".c")
+    if dtype == torch.bfloat16:
+        library = load_library(source, dtype, amx=True)
+        if library is not None and library.strop_allow_tiles():
+            return library
+    return load_library(source, dtype)
 
 
 def _computes_right(library: ctypes.CDLL, dtype: torch.dtype) -> bool:

@@ -13,17 +13,9 @@
    A LoRA adapter is added in the same call: low = scale x A^T is computed before the panels and rounded to
    bf16, and low B^T is one more chunk. */
 
-#include <immintrin.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "tiles.h"
 
 enum {
-    SIDE = 16,            /* rows, or outputs, of a tile */
-    DEPTH = 32,           /* inputs of a tile */
-    TILE = SIDE * DEPTH,  /* numbers of a tile */
     MOST_TILES = 4,       /* of rows in a block */
     BLOCK = MOST_TILES * SIDE,
     PART = MOST_TILES * TILE, /* numbers of a block with the same inputs */
@@ -41,31 +33,6 @@ static inline __attribute__((always_inline)) void fetch(const bf16 *weights) {
     for (int line = 0; line < LINES; line++)
         _mm_prefetch((const char *)weights + AHEAD + line * LINE, _MM_HINT_T1);
 }
-
-struct tile_settings {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} __attribute__((aligned(64)));
-
-/* 1 if the system lets this process use the tiles. */
-int strop_allow_tiles(void) {
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-}
-
-/* Eight tiles of 16 rows of 64 bytes; `found` gets the settings of others, who may rely on them. */
-static void begin(struct tile_settings *found) {
-    struct tile_settings own = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        own.bytes[tile] = 64;
-        own.rows[tile] = SIDE;
-    }
-    _tile_storeconfig(found);
-    _tile_loadconfig(&own);
-}
-
-static void end(const struct tile_settings *found) { _tile_loadconfig(found); }
 
 /* sums [4][SIDE][SIDE]. `fresh`: they are 0. */
 static inline void load_sums(const float *sums, int fresh) {
@@ -287,7 +254,7 @@ void strop_linear(const bf16 *x, bf16 *scratch, float *sums, const bf16 *packed,
     {
         struct tile_settings found;
         float *own = sums + omp_get_thread_num() * strop_sums_size(rows);
-        begin(&found);
+        begin_tiles(&found);
 #pragma omp for schedule(static)
         for (ptrdiff_t part = 0; part < w.parts; part++)
             for (ptrdiff_t row = 0; row < rows; row += SIDE)
@@ -303,6 +270,6 @@ void strop_linear(const bf16 *x, bf16 *scratch, float *sums, const bf16 *packed,
                 write_block(own + row / BLOCK * w.group * SUMS, bias, y + row * outs, smaller(rows - row, BLOCK),
                             outs, w, group);
         }
-        end(&found);
+        end_tiles(&found);
     }
 }
