@@ -92,7 +92,7 @@ def test_ranks_train_with_the_experts_of_the_engine(world):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([R3, "actor_rollout_ref.rollout.name=hf"], "rollout.name=hf does not return them"),
+        ([R3, "actor_rollout_ref.rollout.name=hf"], "and hf does not return them"),
         ([R3, "actor_rollout_ref.actor.aux_loss_coef=0.1"], "load-balancing loss"),
         (
             [R3, *VLLM, "+actor_rollout_ref.rollout.engine_kwargs.vllm.url=http://127.0.0.1:1"],

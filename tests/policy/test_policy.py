@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.backends.base import Outputs
 from strop.backends.micro_batches import NonFiniteLoss
+from strop.models.build import has_bf16_instructions
 from strop.policy.batches import Datum, StepOutput
 from strop.policy.gate import Gate
 from strop.policy.losses import SumLoss
@@ -622,7 +623,8 @@ def test_a_loaded_model_comes_back_with_its_adapter_merged(task: Path) -> None:
     assert not model.lm_head.weight.requires_grad
     with Policy(model, tokenizer, **FAST) as again:  # type: ignore[arg-type]
         for a, b in zip(inside, again.log_probs(data), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            # In bf16, which not every CPU has, the merged weights and the adapter beside them round apart.
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-2 if has_bf16_instructions() else 1e-4)
     model(torch.tensor([[5, 6]])).logits.sum().backward()
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.requires_grad and weight.grad is not None

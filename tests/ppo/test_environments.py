@@ -44,4 +44,6 @@ def test_the_preflight_needs_no_scorer_and_names_a_bad_environment(overrides, tm
     both = load("ppo_trainer", [*overrides, good, "actor_rollout_ref.rollout.agent.command=python agent.py"])
     assert any("plays the rows. Unset one" in str(finding) for finding in check(both))
     alone = load("ppo_trainer", [*overrides, "+actor_rollout_ref.rollout.environment_kwargs.limit=3"])
-    assert any("no effect without rollout.environment" in str(finding) for finding in check(alone))
+    assert any(
+        "no effect without actor_rollout_ref.rollout.environment" in str(finding) for finding in check(alone)
+    )

@@ -107,14 +107,14 @@ MODEL = ["reward_model.enable=true", "reward_model.model.path=r"]
         ([REF], [], "the run has no reference"),
         ([REF, KL, "actor_rollout_ref.model.lora_rank=4"], [], "is the actor without its adapters. Set 0."),
         ([REF, KL, "trainer.runtime=local"], ["reference"], "local, but the reference model asks for machines of its own"),
-        ([*MODEL, REWARD[0]], ["reward"], "reward_model.nnodes=0 and n_gpus_per_node=8. Set both above 0."),
+        ([*MODEL, REWARD[0]], ["reward"], "reward_model.nnodes=0 and n_gpus_per_node=8. Set reward_model.nnodes"),
         (REWARD, [], "the run has no reward model"),
         ([*REWARD, "reward_model.judge.enable=true"], [], "a judge that runs here shares the actor's devices"),
         (
             ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=m.gguf",
              "+actor_rollout_ref.rollout.engine_kwargs.vllm.python=/bin/python"],
             ["rollout"],
-            "vllm replicas read a Hugging Face folder, but model.path=m.gguf is a GGUF file",
+            "vllm replicas read a Hugging Face folder, but m.gguf is a GGUF file",
         ),
     ],
 )  # fmt: skip

@@ -39,7 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def host(model: Path) -> Iterator[PolicyHost]:
     config = TrainingServiceConfig(
-        model=ServiceModelConfig(path=str(model)), server=ServiceConfig(device="cpu")
+        model=ServiceModelConfig(path=str(model)),
+        server=ServiceConfig(device="cpu"),
+        policy={"dtype": "float32"},  # in bf16, which not every CPU has, numbers depend on the micro-batch
     )
     found = PolicyHost.build(config)
     yield found

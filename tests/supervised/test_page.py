@@ -28,7 +28,7 @@ def test_every_key_exists():
     asked = {
         word
         for word in asked
-        if not word.endswith((".py", ".json", ".jsonl", ".safetensors")) and "strop." not in word
+        if not word.endswith((".py", ".json", ".jsonl", ".jinja", ".safetensors")) and "strop." not in word
     }
     assert len(asked) > 30
     assert not {
