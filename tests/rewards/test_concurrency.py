@@ -63,7 +63,7 @@ def test_a_call_that_hangs_keeps_its_own_sample_only(caplog: pytest.LogCaptureFi
         samples = [Sample() for _ in range(20)]
         hangs = samples[7]
         kept += [weakref.ref(sample) for sample in samples]
-        call_each(lambda sample, hangs=hangs: gate.wait(30) if sample is hangs else 1, samples, timeout=0.02)
+        call_each(lambda sample, hangs=hangs: gate.wait(30) if sample is hangs else 1, samples, timeout=0.2)
         del samples, hangs
     assert blocked_calls.count == 10 and threading.active_count() == threads + 10
     assert sum(reference() is not None for reference in kept) == 10
