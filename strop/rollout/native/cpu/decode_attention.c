@@ -3,9 +3,9 @@
    A decode step reads the keys and values of all rows once and computes little with each number, so it takes
    as long as memory does. Query heads that share a key head are computed together: a block of LANES keys is
    read once, while it is in the L1 cache each query head is multiplied with it. Scores of the whole context
-   are kept; values are weighted in a second pass. Blocks in bf16 are widened once for all heads; with AMX a block of
-   keys is a tile as it is, and is multiplied with up to 16 heads at once. The sums of a row are in the order of its positions, so a
-   result does not depend on other rows or on the number of threads. */
+   are kept; values are weighted in a second pass. Blocks in bf16 are widened once for all heads; with AMX a
+   block of keys is a tile as it is, and is multiplied with up to 16 heads at once. The sums of a row are in the
+   order of its positions, so a result does not depend on other rows or on the number of threads. */
 
 #include "vectors.h"
 

@@ -1,5 +1,5 @@
-/* Vectors of 16 numbers, computed in float32, for CPUs with AVX-512. In memory they are float32, or bf16 where a
-   file is compiled with BF16. */
+/* Vectors of 16 numbers, computed in float32, for CPUs with AVX-512. In memory they are float32, or bf16
+   where a file is compiled with BF16. */
 
 #include <math.h>
 #include <stddef.h>
