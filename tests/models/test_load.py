@@ -304,7 +304,9 @@ def test_adapters_that_an_export_would_leave_out_are_refused(folder, tmp_path, k
         build_policy(settings)
 
 
-@pytest.mark.filterwarnings("ignore:Found missing adapter keys", "ignore:for base_model.* copying from a non-meta")
+@pytest.mark.filterwarnings(
+    "ignore:Found missing adapter keys", "ignore:for base_model.* copying from a non-meta"
+)
 @pytest.mark.parametrize("weights", [True, False])
 def test_an_adapter_of_which_a_part_would_be_left_out_is_refused(folder, tmp_path, weights):
     """That of another model, or of more layers: peft only warns."""
