@@ -1,5 +1,5 @@
-"""The cores and the memory of this machine that a process may use. A scheduler or a container may give it a
-part of them."""
+"""The cores, the memory and the cache folder of this machine that a process may use. A scheduler or a
+container may give it a part of the cores and the memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def cache_root() -> Path:
+    """Return the folder for copies of remote files and for compiled functions: $STROP_CACHE, or
+    ~/.cache/strop."""
+    return Path(os.environ.get("STROP_CACHE") or "~/.cache/strop").expanduser()
 
 
 def cores_per_rank() -> int:

@@ -26,7 +26,7 @@ ROOT = REPOSITORY / "strop"
 # A folder imports folders of earlier lines only, never a folder of its own line or a later one.
 FLOORS = [
     {"registry", "extras", "errors", "concurrency", "host", "http_replies", "__init__"},
-    {"compat"},
+    {"compat", "cpu"},
     {"catalog", "stopping"},
     {"config"},
     {"types", "ranks", "planning"},

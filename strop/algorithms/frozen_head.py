@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from strop.algorithms.logprob_trial import RowFunctions
 from strop.algorithms.logprobs import (
     CHUNK,
     FLOOR,
     TokenStatistics,
     cached_parts,
     chunks,
+    compiled_for,
     token_logprobs_from_hidden,
 )
 
@@ -41,8 +43,10 @@ def frozen_head_logprobs(
     """`token_logprobs_from_hidden` of rows `hidden` [n, H], whose entropies have no gradient. Where it is
     faster, the same numbers as this file computes them."""
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    on_cpu = hidden.device.type == "cpu" and hidden.dtype == weight.dtype == torch.float32
-    if trained or not on_cpu or not hidden.requires_grad or len(hidden) <= chunk:
+    on_cpu = hidden.device.type == "cpu" and hidden.dtype == weight.dtype
+    kernels = compiled_for(hidden, weight)
+    takes = on_cpu and (hidden.dtype == torch.float32 or kernels is not None)
+    if trained or not takes or not hidden.requires_grad or len(hidden) <= chunk:
         return token_logprobs_from_hidden(
             hidden,
             weight,
@@ -52,7 +56,7 @@ def frozen_head_logprobs(
             chunk=chunk,
             want_entropy=want_entropy,
         )
-    options = _HeadOptions(temperature, chunk, want_entropy)
+    options = _HeadOptions(temperature, chunk, want_entropy, kernels)
     log_probs, entropy = _FromFrozenHead.apply(hidden, weight, bias, labels, options)
     return TokenStatistics(log_probs, entropy)
 
@@ -63,6 +67,7 @@ class _HeadOptions:
     chunk: int
     """Rows of logits that exist at a time."""
     want_entropy: bool
+    kernels: RowFunctions | None
 
 
 class _Rows:
@@ -72,16 +77,36 @@ class _Rows:
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, options: _HeadOptions) -> None:
         self.labels = labels
         self.temperature = options.temperature
+        self._kernels = options.kernels
         self.logits = hidden.new_empty(min(len(hidden), options.chunk), len(weight))
-        self.log_probs = hidden.new_empty(len(hidden))
+        self.log_probs = torch.empty(len(hidden))
         self.entropy: Tensor | None = None
         if options.want_entropy:
             self.entropy = torch.empty_like(self.log_probs)
         self._powers = self.logits.new_empty(0)
 
-    def replace_by_slopes(self, z: Tensor, at: slice) -> None:
-        """Store the numbers of some rows, as RowStatistics.fill computes them, and turn their logits `z` into
-        the derivatives of their log-probs. Every pass over them works in place, in the cache."""
+    def replace_by_slopes(self, logits: Tensor, at: slice) -> None:
+        """Store the numbers of some rows, and turn their logits into the derivatives of their log-probs."""
+        if self._kernels is None:
+            for part, row in cached_parts(logits, at):
+                self._replace_in_cache(logits[part], row)
+            return
+        labels = self.labels[at]
+        want_entropy = self.entropy is not None
+        temperature = self.temperature
+        found = self._kernels.statistics(logits, labels, temperature=temperature, want_entropy=want_entropy)
+        self.log_probs[at], normaliser, entropy = found
+        if self.entropy is not None and entropy is not None:
+            self.entropy[at] = entropy
+        ones = torch.ones(len(labels))
+        slopes = self._kernels.slopes(
+            logits, labels, normaliser, None, ones, None, temperature=temperature, dtype=logits.dtype
+        )
+        assert slopes is logits
+
+    def _replace_in_cache(self, z: Tensor, at: slice) -> None:
+        """The same in plain torch, as RowStatistics.fill computes it. Every pass over the logits `z` works in
+        place, in the cache."""
         labels = self.labels[at]
         chosen = labels.clamp(min=0)[:, None]
         counts = (labels >= 0).to(z.dtype)
@@ -125,8 +150,7 @@ class _FromFrozenHead(torch.autograd.Function):
         gradient = torch.empty_like(hidden)
         for at in chunks(len(hidden), options.chunk):
             logits = _logits(hidden[at], weight, bias, rows.logits[: at.stop - at.start])
-            for part, row in cached_parts(logits, at):
-                rows.replace_by_slopes(logits[part], row)
+            rows.replace_by_slopes(logits, at)
             torch.mm(logits, weight, out=gradient[at])
         ctx.save_for_backward(gradient)
         ctx.set_materialize_grads(False)
@@ -140,5 +164,5 @@ class _FromFrozenHead(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         grad_hidden = None
         if grad_log_probs is not None:
-            grad_hidden = gradient * grad_log_probs[:, None]
+            grad_hidden = gradient * grad_log_probs[:, None].to(gradient.dtype)
         return grad_hidden, None, None, None, None

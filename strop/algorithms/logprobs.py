@@ -16,25 +16,25 @@ With z = logits / temperature and p = softmax(z):
 
 A label below zero (such as -100) is no token: its log-prob is 0 and has no gradient.
 
-On a GPU with Triton, a chunk takes one kernel forward and one backward (logprob_kernels.py).
+On a GPU with Triton, a chunk takes one kernel forward and one backward (logprob_kernels.py), and so it does
+on a CPU with AVX-512 (logprob_kernels_cpu.py).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from functools import cache
-from types import ModuleType
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from strop.extras import MissingExtra, kernel_errors, require
+from strop.algorithms.logprob_trial import RowFunctions, compiled_functions
 
 CHUNK = 1024
 CACHED = 1 << 18  # numbers that stay in a CPU cache over several operations
+LARGE_VOCABULARY = 8192
 FLOOR = -1e4  # stands for log 0 in p log p; exp of it is 0 in every dtype
 
 RowNumbers = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -105,7 +105,7 @@ class _FromHidden(torch.autograd.Function):
     ) -> Any:
         numbers = RowStatistics(hidden, want_entropy)
         logits = None
-        kernels = _kernels(hidden)
+        kernels = compiled_for(hidden, weight)
         for at in chunks(len(hidden), chunk):
             del logits  # otherwise two chunks would exist at a time
             logits = head_logits(hidden[at], weight, bias)
@@ -140,9 +140,10 @@ class _FromHidden(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden)
         if wants_bias:
             grad_bias = torch.zeros_like(bias, dtype=exact)
-        kernels = _kernels(hidden)
+        kernels = compiled_for(hidden, weight)
         for at in chunks(len(hidden), ctx.chunk):
-            logits = ctx.logits
+            # Kernels may write the slopes over the logits; a second backward pass computes them again.
+            logits, ctx.logits = ctx.logits, None
             if logits is None:
                 logits = head_logits(hidden[at], weight, bias)
             numbers = rows_at(at, labels, normaliser, entropy, grad_log_probs, grad_entropy)
@@ -161,55 +162,14 @@ class _FromHidden(torch.autograd.Function):
         return grad_hidden, cast_like(grad_weight, weight), cast_like(grad_bias, bias), None, None, None, None
 
 
-def _kernels(hidden: Tensor) -> ModuleType | None:
-    """The kernels of logprob_kernels.py, if they run on the device and agree with this file."""
-    if hidden.is_cuda and hidden.dtype != torch.float64:
-        return _tried(hidden.device)
-    return None
-
-
-@cache
-def _tried(device: torch.device) -> ModuleType | None:
-    try:
-        kernels = require(
-            "strop.algorithms.logprob_kernels", extra="gpu", why="The fast output head on a GPU"
-        )
-        if kernels_agree(kernels, device):
-            return kernels
-        reason = "they do not give the numbers of plain torch on this device"
-    except MissingExtra as error:
-        reason = str(error)
-    except kernel_errors() as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    warnings.warn(
-        f"The kernels of the output head are off, which makes updates slower: {reason}.", stacklevel=3
-    )
-    return None
-
-
-@torch.no_grad()
-def kernels_agree(kernels: ModuleType, device: torch.device) -> bool:
-    """Whether the kernels give the numbers of this file, on rows that contain every special case."""
-    draw = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(6, 9001, generator=draw)).to(device)
-    logits[1, 7] = float("-inf")
-    labels = torch.tensor([0, 9000, -100, 4095, 4096, 3], device=device)
-    up = torch.randn(6, generator=draw).to(device)
-    up_entropy = torch.randn(6, generator=draw).to(device)
-    z = logits / 0.7
-    numbers = RowStatistics(logits, True)
-    numbers.fill(slice(0, 6), z, labels)
-    expected = [numbers.log_probs, numbers.normaliser, numbers.entropy]
-    expected.append(slope_of_rows(z, labels, numbers.normaliser, numbers.entropy, up, up_entropy).div_(0.7))
-    found = list(kernels.statistics(logits, labels, temperature=0.7, want_entropy=True))
-    found.append(
-        kernels.slopes(logits, labels, *found[1:], up, up_entropy, temperature=0.7, dtype=torch.float32)
-    )
-    return all(
-        torch.allclose(a, b, rtol=2e-5, atol=2e-5)
-        for a, b in zip(expected, found, strict=True)
-        if a is not None
-    )
+def compiled_for(hidden: Tensor, weight: Tensor) -> RowFunctions | None:
+    """Compiled functions, if they run on the device and agree with this file."""
+    # With fewer tokens nothing need be compiled on a CPU.
+    worth_it = hidden.is_cuda or (hidden.device.type == "cpu" and len(weight) >= LARGE_VOCABULARY)
+    if not worth_it or hidden.dtype == torch.float64:
+        return None
+    dtype = torch.float32 if hidden.is_cuda else hidden.dtype
+    return compiled_functions(hidden.device, dtype, _PlainRows())
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -341,6 +301,23 @@ def slopes_of_chunk(
             grad_bias += slope.sum(0)
         narrow[part] = slope
     return narrow
+
+
+@dataclass(frozen=True)
+class _PlainRows:
+    """The functions of this file, as those that are compiled are called."""
+
+    def statistics(
+        self, logits: Tensor, labels: Tensor, *, temperature: float, want_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        numbers = RowStatistics(logits, want_entropy)
+        numbers.fill(slice(0, len(logits)), scaled(logits, temperature), labels)
+        return numbers.log_probs, numbers.normaliser, numbers.entropy
+
+    def slopes(
+        self, logits: Tensor, *numbers: Tensor | None, temperature: float, dtype: torch.dtype
+    ) -> Tensor:
+        return slopes_of_chunk(logits, cast(RowNumbers, numbers), temperature, dtype, None)
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -7,15 +7,11 @@ import os
 import re
 from pathlib import Path
 
+from strop.host import cache_root
 from strop.registry import did_you_mean
 
 FORMATS = (".parquet", ".json", ".jsonl")
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
-
-
-def cache_root() -> Path:
-    """Return the folder for copies of remote files: $STROP_CACHE, or ~/.cache/strop."""
-    return Path(os.environ.get("STROP_CACHE") or "~/.cache/strop").expanduser()
 
 
 def is_remote(address: str) -> bool:

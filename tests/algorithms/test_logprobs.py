@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import _StopRecomputationError
 
-from strop.algorithms import frozen_head
+from strop.algorithms import frozen_head, logprob_trial
 from strop.algorithms.frozen_head import frozen_head_logprobs
-from strop.algorithms.logprobs import token_logprobs_from_hidden
+from strop.algorithms.logprob_trial import functions_agree
+from strop.algorithms.logprobs import _PlainRows, token_logprobs_from_hidden
 from strop.algorithms.logprobs_of_logits import (
     sum_pi_squared,
     token_entropy,
@@ -291,21 +292,19 @@ def test_fused_head_on_a_gpu_equals_the_plain_head_in_a_fraction_of_its_memory(d
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernels_of_the_head_agree_with_plain_torch() -> None:
     from strop.algorithms import logprob_kernels as row_kernels
-    from strop.algorithms.logprobs import kernels_agree
 
-    assert kernels_agree(row_kernels, torch.device("cuda"))
+    assert functions_agree(row_kernels, _PlainRows(), torch.device("cuda"), torch.float32)
 
 
 def _try_kernels(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
     """What is used for the output head where the check of its kernels raises `error`."""
-    from strop.algorithms import logprobs
 
     def refuse(*_: object) -> bool:
         raise error
 
-    monkeypatch.setattr(logprobs, "require", lambda *_, **__: logprobs)
-    monkeypatch.setattr(logprobs, "kernels_agree", refuse)
-    return logprobs._tried.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(logprob_trial, "require", lambda *_, **__: _PlainRows())
+    monkeypatch.setattr(logprob_trial, "functions_agree", refuse)
+    return logprob_trial.compiled_functions.__wrapped__(torch.device("cuda"), torch.float32, _PlainRows())
 
 
 class TritonError(Exception):

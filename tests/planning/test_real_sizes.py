@@ -117,7 +117,7 @@ def as_on_a_gpu(monkeypatch, kernels):
         modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb
     )  # put back afterwards
     monkeypatch.setattr(logprobs, "head_logits", wide_logits)
-    monkeypatch.setattr(logprobs, "_kernels", lambda hidden: Kernels if kernels else None)
+    monkeypatch.setattr(logprobs, "compiled_for", lambda *_: Kernels if kernels else None)
     AttentionInterface.register(PACKED, attention)
     yield
     AttentionInterface.register(PACKED, packed_attention)

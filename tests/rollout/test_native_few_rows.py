@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from strop.cpu import compiler
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
-from strop.rollout.native.cpu import compiler, few_rows
+from strop.rollout.native.cpu import few_rows
 from strop.rollout.native.cpu import packed_linear as packed
 from strop.rollout.native.cpu.few_rows import Adapter, PackedWeight, packed_weight
 from tests.rollout import tiny

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.rollout.native.cpu.compiler import is_arm_linux, load_library
+from strop.cpu.compiler import is_arm_linux, load_library
 
 NAME = "decode_attention"
 """In model.patches."""

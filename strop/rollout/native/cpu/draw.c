@@ -26,17 +26,6 @@ static float block_weight(const number *logits, ptrdiff_t count, float temperatu
     return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-static float largest(const number *logits, ptrdiff_t count) {
-    vec tops[SUMS];
-    for (int s = 0; s < SUMS; s++) tops[s] = all(-INFINITY);
-    ptrdiff_t i = 0;
-    for (; i + SUMS * LANES <= count; i += SUMS * LANES)
-#pragma GCC unroll 4
-        for (int s = 0; s < SUMS; s++) tops[s] = larger(load(logits + i + s * LANES), tops[s]);
-    for (; i < count; i += LANES) tops[0] = larger(load_some(logits + i, count - i, -INFINITY), tops[0]);
-    return largest_of(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
-}
-
 /* The first token whose cumulative weight exceeds uniform times the total. bounds: cumulative weights of
    blocks. Tokens of weight 0 are never chosen. */
 static ptrdiff_t chosen(const number *logits, ptrdiff_t count, float temperature, float top, double uniform,
@@ -75,7 +64,7 @@ void strop_draw(const number *logits, const double *uniforms, const float *tempe
         for (ptrdiff_t row = 0; row < rows; row++) {
             const number *from = logits + row * stride;
             float temperature = temperatures ? temperatures[row] : 1;
-            float highest = largest(from, count);
+            float highest = largest_number(from, count);
             float top = highest / temperature;
             double total = 0;
             for (ptrdiff_t block = 0; block < blocks; block++) {

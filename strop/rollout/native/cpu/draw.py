@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from strop.rollout.native.cpu.compiler import is_arm_linux, load_library
+from strop.cpu.compiler import is_arm_linux, load_library
 
 _LARGEST_ERROR = 1e-5
 """Of the check of a compiled function, whose log-probs are about -6."""

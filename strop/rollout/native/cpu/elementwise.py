@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from strop.cpu.compiler import is_arm_linux, load_library
 from strop.models.changes import Change, SetAttribute, done
 from strop.models.fused_modules import (
     ROTARY,
@@ -30,7 +31,6 @@ from strop.models.fused_modules import (
 )
 from strop.models.patches import Patch, PatchContext, SetRotary
 from strop.models.self_check import same
-from strop.rollout.native.cpu.compiler import is_arm_linux, load_library
 
 Forward = Callable[[Tensor], Tensor]
 

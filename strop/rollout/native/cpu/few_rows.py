@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.rollout.native.cpu.compiler import is_arm_linux, load_library
+from strop.cpu.compiler import is_arm_linux, load_library
 
 _LEAST_ROWS = 2 if is_arm_linux() else 1
 """On Arm the matrix-vector product of torch is faster."""

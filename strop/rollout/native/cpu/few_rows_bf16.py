@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.rollout.native.cpu.compiler import load_library
+from strop.cpu.compiler import load_library
 
 MOST_ROWS = 256
 """With more rows the product of torch is as fast."""

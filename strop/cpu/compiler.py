@@ -1,4 +1,4 @@
-"""Compiles the C functions of this folder with the machine's compiler, once, and loads them."""
+"""Compiles C functions with the machine's compiler, once, and loads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from strop.data.fetch import cache_root
+from strop.host import cache_root
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ _AVX512_FLAGS = ("-mavx512f", "-mfma", "-mprefer-vector-width=512")
 _AMX_FLAGS = ("-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 _BF16_FLAGS = ("-DBF16",)
 """See vectors.h."""
+_HEADERS = Path(__file__).parent
 _SECONDS = 60
 """A compiler that takes longer is given up; it takes about one."""
 
@@ -45,7 +46,7 @@ def load_library(
     compiler = shlex.split(os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "")
     if flags is None or not compiler:
         return None
-    texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
+    texts = [file.read_text() for file in (source, *sorted(_HEADERS.glob("*.h")))]
     key = hashlib.sha256("\0".join([*flags, *compiler, *texts]).encode()).hexdigest()[:16]
     library = cache_root() / "kernels" / f"{source.stem}-{key}.so"
     try:
@@ -94,7 +95,7 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
         half = Path(folder) / "half.o"
         whole = Path(folder) / "whole.so"
         for command in (
-            [*compiler, "-c", str(source), "-o", str(half)],
+            [*compiler, "-I", str(_HEADERS), "-c", str(source), "-o", str(half)],
             [*compiler, "-shared", str(half), "-o", str(whole)],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)

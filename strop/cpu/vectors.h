@@ -100,3 +100,16 @@ static inline float largest_of(vec x) {
     for (int j = 1; j < LANES; j++) top = x[j] > top ? x[j] : top;
     return top;
 }
+
+/* The largest of count numbers, those that are NaN left out; -INFINITY of none */
+static inline float largest_number(const number *from, ptrdiff_t count) {
+    enum { PARTS = 4 };
+    vec tops[PARTS];
+    for (int s = 0; s < PARTS; s++) tops[s] = all(-INFINITY);
+    ptrdiff_t i = 0;
+    for (; i + PARTS * LANES <= count; i += PARTS * LANES)
+#pragma GCC unroll 4
+        for (int s = 0; s < PARTS; s++) tops[s] = larger(load(from + i + s * LANES), tops[s]);
+    for (; i < count; i += LANES) tops[0] = larger(load_some(from + i, count - i, -INFINITY), tops[0]);
+    return largest_of(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
+}

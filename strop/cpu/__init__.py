@@ -1,0 +1,1 @@
+"""What compiled functions for CPUs share: the call of the compiler, and vectors and tiles in C."""
