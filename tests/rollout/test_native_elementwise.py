@@ -100,7 +100,7 @@ def test_the_token_is_where_the_cumulative_weight_passes_the_number(
     token = int(found.tokens)
     assert probs[token] > 0 and bool(found.valid)
     assert float(bounds[token] - probs[token]) - 1e-5 <= number <= float(bounds[token]) + 1e-5
-    assert float(found.log_probs) == pytest.approx(float(probs[token].log()), abs=1e-5)
+    assert float(found.log_probs) == pytest.approx(float(probs[token].log()), rel=1e-6, abs=1e-5)
 
 
 def test_draws_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
