@@ -3,12 +3,14 @@
    A decode step reads all weights and computes little with each, so a product must read memory without a
    pause. Weights are packed in tiles of 16 outputs (a panel) and DEPTH inputs, in which pairs of inputs of the
    outputs lie side by side. Rows are packed in the same way, in blocks of up to four tiles. Four tiles of sums
-   are in registers: those of one or two tiles of rows with two panels, or those of three or four with one.
+   are in registers: those of one tile of rows with four panels, or those of two tiles with two panels.
 
-   CHUNK inputs of a block of rows stay in the L1 cache while they are multiplied with a group of panels, whose
-   sums wait in the L2 cache. The weights of a group lie in the order in which they are read, and those that
-   come soon are fetched. Numbers are summed in float32 in the order of the inputs, so a result does not depend
-   on the number of threads or of rows.
+   CHUNK inputs of two tiles of rows stay in the L1 cache while they are multiplied with a group of panels, whose
+   sums wait in the L2 cache. The weights of a group lie in the order in which they are read. With one tile of
+   rows the processor fetches them early enough by itself. With more, the products of a tile take so long that
+   it does not look far enough ahead, so the first lines of later tiles are asked for; it adds those that
+   follow. Numbers are summed in float32 in the order of the inputs, so a result does not depend on the number
+   of threads or of rows.
 
    A LoRA adapter is added in the same call: low = scale x A^T is computed before the panels and rounded to
    bf16, and low B^T is one more chunk. */
@@ -19,11 +21,11 @@ enum {
     MOST_TILES = 4,       /* of rows in a block */
     BLOCK = MOST_TILES * SIDE,
     PART = MOST_TILES * TILE, /* numbers of a block with the same inputs */
-    CHUNK = 7,            /* tiles of inputs that stay in the L1 cache */
+    CHUNK = 14,           /* tiles of inputs that stay in the L1 cache */
     MOST_GROUP = 16,      /* panels of a group */
     SUMS = BLOCK * SIDE,  /* of a block of rows with a panel */
     LINE = 64,            /* bytes of a cache line */
-    LINES = TILE * 2 / LINE,
+    LINES = TILE / LINE,  /* half of a tile */
     AHEAD = 8192, /* bytes between the weights in use and those that are fetched */
 };
 
@@ -56,38 +58,37 @@ static inline void store_sums(float *sums) {
     _tile_stored(3, sums + 3 * SIDE * SIDE, 64);
 }
 
-/* sums += x w^T for one or two tiles of rows and two panels */
-static inline void add_two_panels(const bf16 *x, const bf16 *first, const bf16 *second, ptrdiff_t parts,
-                                  int tiles) {
+/* sums += x w^T for one tile of rows and four panels */
+static inline void add_four_panels(const bf16 *x, const bf16 *w, ptrdiff_t parts) {
+    for (ptrdiff_t part = 0; part < parts; part++, x += PART, w += TILE) {
+        _tile_loadd(4, x, 64);
+        _tile_loadd(5, w, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, w + parts * TILE, 64);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(7, w + 2 * parts * TILE, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_loadd(5, w + 3 * parts * TILE, 64);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+}
+
+/* sums += x w^T for one or two tiles of rows and two panels. `first_read`: the weights come from memory. */
+static inline void add_two_panels(const bf16 *x, const bf16 *first, const bf16 *second, ptrdiff_t parts, int tiles,
+                                  int first_read) {
     for (; parts > 0; parts--, x += PART, first += TILE, second += TILE) {
         _tile_loadd(4, x, 64);
         _tile_loadd(6, first, 64);
-        fetch(first);
+        if (first_read) fetch(first);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, second, 64);
-        fetch(second);
+        if (first_read) fetch(second);
         _tile_dpbf16ps(1, 4, 7);
         if (tiles > 1) {
             _tile_loadd(5, x + TILE, 64);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-    }
-}
-
-/* sums += x w^T for four tiles of rows and one panel */
-static inline void add_panel(const bf16 *x, const bf16 *w, ptrdiff_t parts) {
-    for (; parts > 0; parts--, x += PART, w += TILE) {
-        _tile_loadd(7, w, 64);
-        fetch(w);
-        _tile_loadd(4, x, 64);
-        _tile_dpbf16ps(0, 4, 7);
-        _tile_loadd(5, x + TILE, 64);
-        _tile_dpbf16ps(1, 5, 7);
-        _tile_loadd(6, x + 2 * TILE, 64);
-        _tile_dpbf16ps(2, 6, 7);
-        _tile_loadd(4, x + 3 * TILE, 64);
-        _tile_dpbf16ps(3, 4, 7);
     }
 }
 
@@ -157,21 +158,23 @@ void strop_pack(const bf16 *weight, bf16 *packed, ptrdiff_t outs, ptrdiff_t ins,
         }
 }
 
-/* sums [panels][SUMS] of a group += x w^T over a chunk. Two panels of one or two tiles of rows share four tiles
-   of sums: those of the first one are in the even ones. */
+/* sums [panels][SUMS] of a group += x w^T over a chunk; sums_of finds them. */
 static inline void add_chunk(const bf16 *x, const bf16 *w, ptrdiff_t chunk, ptrdiff_t panels, int tiles,
                              int fresh, float *sums) {
-    if (tiles <= 2)
-        for (ptrdiff_t panel = 0; panel < panels; panel += 2, w += 2 * chunk * TILE, sums += 2 * SUMS) {
+    if (tiles == 1 && panels % 4 == 0) {
+        for (ptrdiff_t panel = 0; panel < panels; panel += 4, w += 4 * chunk * TILE, sums += 4 * SIDE * SIDE) {
             load_sums(sums, fresh);
-            add_two_panels(x, w, w + chunk * TILE, chunk, tiles);
+            add_four_panels(x, w, chunk);
             store_sums(sums);
         }
-    else
-        for (ptrdiff_t panel = 0; panel < panels; panel++, w += chunk * TILE, sums += SUMS) {
-            load_sums(sums, fresh);
-            add_panel(x, w, chunk);
-            store_sums(sums);
+        return;
+    }
+    for (ptrdiff_t panel = 0; panel < panels; panel += 2, w += 2 * chunk * TILE, sums += 2 * SUMS)
+        for (int tile = 0; tile < tiles; tile += 2) {
+            float *own = sums + 2 * tile * SIDE * SIDE;
+            load_sums(own, fresh);
+            add_two_panels(x + tile * TILE, w, w + chunk * TILE, chunk, tiles - tile, tile == 0);
+            store_sums(own);
         }
 }
 
@@ -185,11 +188,11 @@ static void add_group(const bf16 *x, const bf16 *packed, struct layout w, ptrdif
                       fresh && part == 0, sums + row / BLOCK * w.group * SUMS);
 }
 
-/* Where add_chunk has the sums of a row of a block with a panel */
+/* Where add_chunk has the sums of a row of a block with a panel. Two panels of two tiles of rows share four tiles
+   of sums: those of the first panel are the even ones. */
 static inline const float *sums_of(const float *sums, ptrdiff_t row, ptrdiff_t panel, int tiles) {
-    ptrdiff_t tile = row / SIDE;
-    ptrdiff_t place = panel * MOST_TILES + tile;
-    if (tiles <= 2) place = panel / 2 * 2 * MOST_TILES + 2 * tile + panel % 2;
+    ptrdiff_t place = panel;
+    if (tiles > 1) place = panel / 2 * 2 * MOST_TILES + row / SIDE * 2 + panel % 2;
     return sums + (place * SIDE + row % SIDE) * SIDE;
 }
 
