@@ -2,15 +2,15 @@
 
    A decode step reads all weights and computes little with each, so a product must read memory without a
    pause. Weights are packed in tiles of 16 outputs (a panel) and DEPTH inputs, in which pairs of inputs of the
-   outputs lie side by side. Rows are packed in the same way, in blocks of up to four tiles. Four tiles of sums
-   are in registers: those of one tile of rows with four panels, or those of two tiles with two panels.
+   outputs lie side by side. Rows are packed in the same way, in blocks of up to two tiles. Four tiles of sums
+   are in registers: those of two tiles of rows with two panels, or those of one tile with four panels.
 
-   CHUNK inputs of two tiles of rows stay in the L1 cache while they are multiplied with a group of panels, whose
-   sums wait in the L2 cache. The weights of a group lie in the order in which they are read. With one tile of
-   rows the processor fetches them early enough by itself. With more, the products of a tile take so long that
-   it does not look far enough ahead, so the first lines of later tiles are asked for; it adds those that
-   follow. Numbers are summed in float32 in the order of the inputs, so a result does not depend on the number
-   of threads or of rows.
+   They stay there for CHUNK inputs of a block and wait in the L2 cache meanwhile; the weights of these inputs
+   are in the cache for the next block. Weights lie in the order in which they are read. With one tile of rows
+   the processor fetches them early enough by itself. With more, the products of a tile take so long that it
+   does not look far enough ahead, so the first lines of later tiles are asked for; it adds those that follow.
+   Numbers are summed in float32 in the order of the inputs, so a result does not depend on the number of
+   threads or of rows.
 
    A LoRA adapter is added in the same call: low = scale x A^T is computed before the panels and rounded to
    bf16, and low B^T is one more chunk. */
@@ -18,12 +18,12 @@
 #include "tiles.h"
 
 enum {
-    MOST_TILES = 4,       /* of rows in a block */
-    BLOCK = MOST_TILES * SIDE,
-    PART = MOST_TILES * TILE, /* numbers of a block with the same inputs */
-    CHUNK = 14,           /* tiles of inputs that stay in the L1 cache */
+    BLOCK = 2 * SIDE,     /* rows */
+    PART = 2 * TILE,      /* numbers of a block with the same inputs */
+    CHUNK = 28,           /* tiles of inputs */
     MOST_GROUP = 16,      /* panels of a group */
-    SUMS = BLOCK * SIDE,  /* of a block of rows with a panel */
+    SUM = SIDE * SIDE,    /* numbers of a tile of sums */
+    SUMS = BLOCK * SIDE,  /* of a block with a panel */
     LINE = 64,            /* bytes of a cache line */
     LINES = TILE / LINE,  /* half of a tile */
     AHEAD = 8192, /* bytes between the weights in use and those that are fetched */
@@ -46,16 +46,16 @@ static inline void load_sums(const float *sums, int fresh) {
         return;
     }
     _tile_loadd(0, sums, 64);
-    _tile_loadd(1, sums + SIDE * SIDE, 64);
-    _tile_loadd(2, sums + 2 * SIDE * SIDE, 64);
-    _tile_loadd(3, sums + 3 * SIDE * SIDE, 64);
+    _tile_loadd(1, sums + SUM, 64);
+    _tile_loadd(2, sums + 2 * SUM, 64);
+    _tile_loadd(3, sums + 3 * SUM, 64);
 }
 
 static inline void store_sums(float *sums) {
     _tile_stored(0, sums, 64);
-    _tile_stored(1, sums + SIDE * SIDE, 64);
-    _tile_stored(2, sums + 2 * SIDE * SIDE, 64);
-    _tile_stored(3, sums + 3 * SIDE * SIDE, 64);
+    _tile_stored(1, sums + SUM, 64);
+    _tile_stored(2, sums + 2 * SUM, 64);
+    _tile_stored(3, sums + 3 * SUM, 64);
 }
 
 /* sums += x w^T for one tile of rows and four panels */
@@ -73,8 +73,8 @@ static inline void add_four_panels(const bf16 *x, const bf16 *w, ptrdiff_t parts
     }
 }
 
-/* sums += x w^T for one or two tiles of rows and two panels. `first_read`: the weights come from memory. */
-static inline void add_two_panels(const bf16 *x, const bf16 *first, const bf16 *second, ptrdiff_t parts, int tiles,
+/* sums += x w^T for two tiles of rows and two panels. `first_read`: the weights come from memory. */
+static inline void add_two_panels(const bf16 *x, const bf16 *first, const bf16 *second, ptrdiff_t parts,
                                   int first_read) {
     for (; parts > 0; parts--, x += PART, first += TILE, second += TILE) {
         _tile_loadd(4, x, 64);
@@ -84,11 +84,9 @@ static inline void add_two_panels(const bf16 *x, const bf16 *first, const bf16 *
         _tile_loadd(7, second, 64);
         if (first_read) fetch(second);
         _tile_dpbf16ps(1, 4, 7);
-        if (tiles > 1) {
-            _tile_loadd(5, x + TILE, 64);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
+        _tile_loadd(5, x + TILE, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
     }
 }
 
@@ -96,11 +94,11 @@ static inline ptrdiff_t divided(ptrdiff_t count, ptrdiff_t by) { return (count +
 
 static inline ptrdiff_t smaller(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
-/* Panels of a group: the fewer there are, the smaller, so that all threads have some. They come in twos. */
+/* Panels of a group: the fewer there are, the smaller, so that all threads have some. They come in fours. */
 static inline ptrdiff_t group_of(ptrdiff_t panels) {
     if (panels >= 64 * MOST_GROUP) return MOST_GROUP;
     if (panels >= 128) return 8;
-    return panels >= 32 ? 4 : 2;
+    return 4;
 }
 
 struct layout {
@@ -133,7 +131,12 @@ ptrdiff_t strop_sums_size(ptrdiff_t rows) { return divided(rows, BLOCK) * MOST_G
 /* tile [SIDE][DEPTH]: the first rows and columns of `from`, zeros where it has none */
 static inline void copy_tile(const bf16 *from, bf16 *tile, ptrdiff_t rows, ptrdiff_t columns,
                              ptrdiff_t stride) {
-    if (rows < SIDE || columns < DEPTH) memset(tile, 0, TILE * sizeof(bf16));
+    if (rows >= SIDE && columns >= DEPTH) {
+        for (ptrdiff_t row = 0; row < SIDE; row++)
+            memcpy(tile + row * DEPTH, from + row * stride, DEPTH * sizeof(bf16));
+        return;
+    }
+    memset(tile, 0, TILE * sizeof(bf16));
     for (ptrdiff_t row = 0; row < smaller(rows, SIDE); row++)
         memcpy(tile + row * DEPTH, from + row * stride, smaller(columns, DEPTH) * sizeof(bf16));
 }
@@ -158,42 +161,43 @@ void strop_pack(const bf16 *weight, bf16 *packed, ptrdiff_t outs, ptrdiff_t ins,
         }
 }
 
-/* sums [panels][SUMS] of a group += x w^T over a chunk; sums_of finds them. */
-static inline void add_chunk(const bf16 *x, const bf16 *w, ptrdiff_t chunk, ptrdiff_t panels, int tiles,
-                             int fresh, float *sums) {
-    if (tiles == 1 && panels % 4 == 0) {
-        for (ptrdiff_t panel = 0; panel < panels; panel += 4, w += 4 * chunk * TILE, sums += 4 * SIDE * SIDE) {
-            load_sums(sums, fresh);
-            add_four_panels(x, w, chunk);
-            store_sums(sums);
-        }
-        return;
-    }
-    for (ptrdiff_t panel = 0; panel < panels; panel += 2, w += 2 * chunk * TILE, sums += 2 * SUMS)
-        for (int tile = 0; tile < tiles; tile += 2) {
-            float *own = sums + 2 * tile * SIDE * SIDE;
-            load_sums(own, fresh);
-            add_two_panels(x + tile * TILE, w, w + chunk * TILE, chunk, tiles - tile, tile == 0);
-            store_sums(own);
-        }
+/* sums [panels][SUMS] of a block += x w^T over a chunk, for some panels of a group from `panel` on: two, or
+   four if the block has one tile of rows; sums_of finds them. */
+static inline void add_panels(const bf16 *x, const bf16 *w, ptrdiff_t chunk, ptrdiff_t panel, int tiles,
+                              int fresh, int first_read, float *sums) {
+    float *own = sums + panel * tiles * SUM;
+    load_sums(own, fresh);
+    if (tiles == 1)
+        add_four_panels(x, w, chunk);
+    else
+        add_two_panels(x, w, w + chunk * TILE, chunk, first_read);
+    store_sums(own);
 }
+
+/* Where add_panels has the sums of the rows of a tile with a panel. Two panels of two tiles share four tiles of
+   sums: those of the first panel are the even ones. */
+static inline const float *sums_of(const float *sums, ptrdiff_t tile, ptrdiff_t panel, int tiles) {
+    if (tiles == 1) return sums + panel * SUM;
+    return sums + (panel / 2 * 4 + tile * 2 + panel % 2) * SUM;
+}
+
+/* Tiles of rows of a block that begins with `row` */
+static inline int tiles_of(ptrdiff_t rows, ptrdiff_t row) { return rows - row > SIDE ? 2 : 1; }
 
 /* sums [blocks][group][SUMS] += x w^T of all rows with a group */
 static void add_group(const bf16 *x, const bf16 *packed, struct layout w, ptrdiff_t group, ptrdiff_t rows,
                       ptrdiff_t x_parts, int fresh, float *sums) {
-    for (ptrdiff_t part = 0; part < w.parts; part += CHUNK)
-        for (ptrdiff_t row = 0; row < rows; row += BLOCK)
-            add_chunk(x + (row / BLOCK * x_parts + part) * PART, packed + place_of(w, group, part),
-                      smaller(CHUNK, w.parts - part), w.group, divided(smaller(rows - row, BLOCK), SIDE),
-                      fresh && part == 0, sums + row / BLOCK * w.group * SUMS);
-}
-
-/* Where add_chunk has the sums of a row of a block with a panel. Two panels of two tiles of rows share four tiles
-   of sums: those of the first panel are the even ones. */
-static inline const float *sums_of(const float *sums, ptrdiff_t row, ptrdiff_t panel, int tiles) {
-    ptrdiff_t place = panel;
-    if (tiles > 1) place = panel / 2 * 2 * MOST_TILES + row / SIDE * 2 + panel % 2;
-    return sums + (place * SIDE + row % SIDE) * SIDE;
+    for (ptrdiff_t part = 0; part < w.parts; part += CHUNK) {
+        const bf16 *weights = packed + place_of(w, group, part);
+        ptrdiff_t chunk = smaller(CHUNK, w.parts - part);
+        for (ptrdiff_t four = 0; four < w.group; four += 4)
+            for (ptrdiff_t row = 0; row < rows; row += BLOCK) {
+                int tiles = tiles_of(rows, row);
+                for (ptrdiff_t panel = four; panel < four + 4; panel += tiles == 1 ? 4 : 2)
+                    add_panels(x + (row / BLOCK * x_parts + part) * PART, weights + panel * chunk * TILE, chunk, panel,
+                               tiles, fresh && part == 0, row == 0, sums + row / BLOCK * w.group * SUMS);
+            }
+    }
 }
 
 static inline __m512 widened(const bf16 *from, __mmask16 mask) {
@@ -208,17 +212,19 @@ static inline void store(bf16 *to, __mmask16 mask, __m512 numbers) {
 /* y [rows][outs] of a block gets its sums with a group, and the bias. */
 static void write_block(const float *sums, const bf16 *bias, bf16 *y, ptrdiff_t rows, ptrdiff_t outs,
                         struct layout w, ptrdiff_t group) {
-    int tiles = divided(rows, SIDE);
-    ptrdiff_t first = group * w.group * SIDE;
-    for (ptrdiff_t row = 0; row < rows; row++)
-        for (ptrdiff_t panel = 0; panel < w.group; panel++) {
-            ptrdiff_t out = first + panel * SIDE;
-            if (out >= outs) break;
-            __mmask16 mask = outs - out < SIDE ? (1 << (outs - out)) - 1 : 0xffff;
-            __m512 added = bias ? widened(bias + out, mask) : _mm512_setzero_ps();
-            __m512 total = _mm512_loadu_ps(sums_of(sums, row, panel, tiles));
-            store(y + row * outs + out, mask, _mm512_add_ps(total, added));
+    int tiles = tiles_of(rows, 0);
+    for (ptrdiff_t panel = 0; panel < w.group; panel++) {
+        ptrdiff_t out = (group * w.group + panel) * SIDE;
+        if (out >= outs) break;
+        __mmask16 mask = outs - out < SIDE ? (1 << (outs - out)) - 1 : 0xffff;
+        __m512 added = bias ? widened(bias + out, mask) : _mm512_setzero_ps();
+        for (ptrdiff_t first = 0; first < rows; first += SIDE) {
+            const float *from = sums_of(sums, first / SIDE, panel, tiles);
+            bf16 *to = y + first * outs + out;
+            for (ptrdiff_t row = 0; row < smaller(rows - first, SIDE); row++)
+                store(to + row * outs, mask, _mm512_add_ps(_mm512_loadu_ps(from + row * SIDE), added));
         }
+    }
 }
 
 /* low = scale x A^T, packed like rows */
@@ -229,15 +235,18 @@ static void multiply_low(const bf16 *x, const bf16 *a, bf16 *low, ptrdiff_t rows
         ptrdiff_t first = task / w.groups * BLOCK;
         ptrdiff_t group = task % w.groups;
         ptrdiff_t left = smaller(rows - first, BLOCK);
-        int tiles = divided(left, SIDE);
+        int tiles = tiles_of(left, 0);
         add_group(x + first / BLOCK * w.parts * PART, a, w, group, left, w.parts, 1, sums);
         for (ptrdiff_t panel = 0; panel < w.group; panel++) {
             ptrdiff_t column = (group * w.group + panel) * SIDE;
             if (column >= low_parts * DEPTH) break;
             bf16 *to = low + (first / BLOCK * low_parts + column / DEPTH) * PART + column % DEPTH;
-            for (ptrdiff_t row = 0; row < tiles * SIDE; row++)
-                store(to + row * DEPTH, 0xffff,
-                      _mm512_mul_ps(_mm512_loadu_ps(sums_of(sums, row, panel, tiles)), _mm512_set1_ps(scale)));
+            for (ptrdiff_t tile = 0; tile < tiles; tile++) {
+                const float *from = sums_of(sums, tile, panel, tiles);
+                for (ptrdiff_t row = 0; row < SIDE; row++)
+                    store(to + tile * TILE + row * DEPTH, 0xffff,
+                          _mm512_mul_ps(_mm512_loadu_ps(from + row * SIDE), _mm512_set1_ps(scale)));
+            }
         }
     }
 }

@@ -16,7 +16,7 @@ from strop.cpu.compiler import load_library
 MOST_ROWS = 256
 """With more rows the product of torch is as fast."""
 _DEPTH = 32
-_BLOCK = 64
+_BLOCK = 32
 _LARGEST_ERROR = 2**-6
 """Of the check of a compiled product, whose outputs are below 4 and have a step of 2^-6 there."""
 
