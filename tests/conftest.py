@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections import Counter
@@ -14,6 +15,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+with contextlib.suppress(ImportError):  # tests of a GPU need it not
+    import hypothesis
+
+    # The same examples in every run, however slow the machine is: what fails once fails always.
+    hypothesis.settings.register_profile(
+        "strop",
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("strop")
 
 
 @pytest.fixture(scope="session")
