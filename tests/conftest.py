@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +91,17 @@ def pytest_collection_finish() -> None:
     again and again, which took a third of the time of small tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Whatever tests ran before in this process."""
+    random.seed(0)
+    # Not imported for it: most test files need neither.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
