@@ -177,7 +177,7 @@ def test_the_module_is_back_when_a_cancelled_coroutine_is(kind: Any) -> None:
     async def often() -> None:
         for steps in range(6):
             passes.clear()
-            asked = asyncio.create_task(engine.agenerate(Request([5, steps]), Sampling(max_tokens=40)))
+            asked = asyncio.create_task(engine.agenerate(Request([5, steps]), Sampling(max_tokens=120)))
             await asyncio.sleep(0)
             while len(passes) < 3 * steps:
                 await asyncio.sleep(0)
