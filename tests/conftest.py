@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+with contextlib.suppress(ImportError):  # tests of a GPU need it not
+    import hypothesis
+
+    # The same examples in every run, however slow the machine is: what fails once fails always.
+    hypothesis.settings.register_profile(
+        "strop",
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("strop")
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +91,17 @@ def pytest_collection_finish() -> None:
     again and again, which took a third of the time of small tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Whatever tests ran before in this process."""
+    random.seed(0)
+    # Not imported for it: most test files need neither.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,27 @@ class Forked:
         assert there, f"exit code {self.poll()} before the moment to kill it came"
 
 
+_WAITS = """
+import time
+from pathlib import Path
+from strop.run.heartbeat import Heartbeat
+mark, beat = Path({mark!r}), Heartbeat.beat
+def beat_and_wait_once(self, step, phase):
+    beat(self, step, phase)
+    if step == {step} and not mark.exists():
+        mark.touch()
+        time.sleep(600)
+Heartbeat.beat = beat_and_wait_once
+"""
+
+
+def waits_in_step(step: int, folder: Path) -> str:
+    """The setting with which a run stays in this step, once: until it is killed, however late that is."""
+    plugin = folder / "waits.py"
+    plugin.write_text(_WAITS.format(step=step, mark=str(folder / "waited")))
+    return f"plugins=[{plugin}]"
+
+
 def run(
     module: str, words: Sequence[str], folder: Path, timeout: float = 180, **environment: str
 ) -> subprocess.CompletedProcess[str]:

@@ -151,11 +151,11 @@ def test_a_reply_that_trickles_ends_at_the_deadline(serve: Any) -> None:
 def test_models_of_a_judge_and_outcomes_of_a_sandbox_server_are_limited(serve: Any) -> None:
     url = serve(endless).url
     with pytest.raises(ReplyTooLarge):
-        get_json(url, {}, timeout=30.0)
+        get_json(url, {}, timeout=100.0)
     with pytest.raises(ValueError, match=r"does not say which models it has .ReplyTooLarge"):
-        ChatCompletionsClient(JudgeConfig(url=url), timeout=30.0)
+        ChatCompletionsClient(JudgeConfig(url=url), timeout=100.0)
     with pytest.raises(SandboxError, match="more than 1,048,576 bytes"):
-        run_remote_tests("1", [{"stdin": ""}], SandboxLimits(seconds=5.0), url=url, max_concurrent=1)
+        run_remote_tests("1", [{"stdin": ""}], SandboxLimits(seconds=60.0), url=url, max_concurrent=1)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""A small MCP server, started by the tests: `python mcp_server.py` (stdio) or `python mcp_server.py PORT` (streamable HTTP)."""
+"""A small MCP server, started by the tests: `python mcp_server.py` (stdio) or `python mcp_server.py DESCRIPTOR`
+(streamable HTTP, on a listening socket that it inherits)."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import threading
 from typing import Any
@@ -26,6 +28,20 @@ async def wait(seconds: float) -> str:
     """Wait."""
     await asyncio.sleep(seconds)
     return "waited"
+
+
+waiting: list[asyncio.Event] = []
+
+
+@server.tool()
+async def meet(count: int) -> str:
+    """Wait until so many calls wait."""
+    waiting.append(asyncio.Event())
+    if len(waiting) == count:
+        for event in waiting:
+            event.set()
+    await waiting[-1].wait()
+    return "met"
 
 
 @server.tool()
@@ -94,6 +110,9 @@ def secret() -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        server.run("streamable-http", port=int(sys.argv[1]))
+        import uvicorn
+
+        config = uvicorn.Config(server.streamable_http_app(), log_level="warning")
+        uvicorn.Server(config).run([socket.socket(fileno=int(sys.argv[1]))])
     else:
         server.run()

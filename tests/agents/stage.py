@@ -66,7 +66,7 @@ class ScriptedEngine:
 
 
 def tool_set(
-    *functions: Callable[..., Any], parallel: int = 4, timeout: float = 5.0, max_response_length: int = 256
+    *functions: Callable[..., Any], parallel: int = 4, timeout: float = 60.0, max_response_length: int = 256
 ) -> ToolSet:
     return ToolSet(
         [tool_from_function(f) for f in functions],

@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ pytest.importorskip("mcp")
 SERVER = Path(__file__).parent / "mcp_server.py"
 
 
-def box_of(folder: Path, entry: str, timeout: float = 20.0, **settings: Any) -> ToolSet:
+def box_of(folder: Path, entry: str, timeout: float = 60.0, **settings: Any) -> ToolSet:
     file = folder / "tools.yaml"
     file.write_text(f"tools:\n{entry}")
     return ToolSet.from_config(
@@ -50,15 +50,12 @@ STDIO = f"  - mcp: {{command: {sys.executable}, args: [{SERVER}], env: {{MCP_SEC
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # connections wait until the server has started
+        port = listening.getsockname()[1]
+        descriptor = listening.fileno()
+        process = subprocess.Popen(
+            [sys.executable, str(SERVER), str(descriptor)], stderr=subprocess.DEVNULL, pass_fds=[descriptor]
+        )
     yield f"http://127.0.0.1:{port}/mcp"
     process.kill()
     process.wait()
@@ -69,7 +66,7 @@ def stdio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolSet]:
     patch = pytest.MonkeyPatch()
     patch.setenv("MY_TOKEN", "opensesame")
     patch.setenv("STROP_TEST_SECRET", "hunter2")
-    box = box_of(tmp_path_factory.mktemp("stdio"), STDIO, timeout=30.0)
+    box = box_of(tmp_path_factory.mktemp("stdio"), STDIO, timeout=100.0)
     yield box
     box.close()
     patch.undo()
@@ -77,7 +74,7 @@ def stdio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolSet]:
 
 def test_tools_of_a_server_have_their_schemas(stdio):
     schemas = {schema["function"]["name"]: schema["function"] for schema in stdio.schemas}
-    plain = {"add", "wait", "fail", "picture", "leave", "secret"}
+    plain = {"add", "wait", "meet", "fail", "picture", "leave", "secret"}
     assert set(schemas) == plain | {"look", "put", "order", "leave_always"}
     assert schemas["add"]["description"] == "Add two numbers."
     assert schemas["add"]["parameters"]["properties"]["a"]["type"] == "integer"
@@ -110,10 +107,8 @@ def test_a_server_sees_only_the_environment_it_is_given(stdio):
 
 
 def test_calls_wait_together(stdio):
-    start = time.perf_counter()
-    results, _ = told(stdio, *[ToolCall("wait", {"seconds": 0.5})] * 6)
-    assert [r.text for r in results] == ["waited"] * 6
-    assert time.perf_counter() - start < 2
+    results, _ = told(stdio, *[ToolCall("meet", {"count": 6})] * 6)
+    assert [r.text for r in results] == ["met"] * 6
 
 
 def test_a_server_that_dies_is_started_again(stdio):
@@ -150,7 +145,7 @@ def test_a_server_that_dies_of_every_call_is_given_up(stdio, monkeypatch):
 
 
 def test_over_http(url, tmp_path):
-    box = box_of(tmp_path, f"  - mcp: {{url: '{url}'}}\n    tools: [add, wait]\n", timeout=10.0)
+    box = box_of(tmp_path, f"  - mcp: {{url: '{url}'}}\n    tools: [add, wait]\n")
     assert list(box.tools) == ["add", "wait"]
     results, _ = told(box, ToolCall("add", {"a": 1}), ToolCall("add", {"a": 5, "b": 5}))
     assert [r.text for r in results] == ["2", "10"]
@@ -163,11 +158,12 @@ def test_a_call_that_takes_too_long(url, tmp_path):
     box = box_of(
         tmp_path,
         f"  - mcp: {{url: '{url}', headers: {{X-Test: yes}}}}\n    tools: [add, wait]\n",
-        timeout=5.0,
     )
-    box.limits = type(box.limits)(timeout=0.5, max_response_length=500, truncate_side="left", max_parallel=8)
-    [late], counts = told(box, ToolCall("wait", {"seconds": 30}))
+    limits = box.limits
+    box.limits = replace(limits, timeout=0.5)
+    [late], counts = told(box, ToolCall("wait", {"seconds": 300}))
     assert late.failed and counts["tool_failures/timed_out"] == 1
+    box.limits = limits
     [fine], _ = told(box, ToolCall("add", {"a": 1}))
     assert fine.text == "2"
     box.close()
@@ -202,7 +198,7 @@ def test_verls_form(url, tmp_path):
 )
 def test_servers_that_cannot_be_reached_are_refused_at_once(tmp_path, entry, why):
     with pytest.raises(ValueError, match=why):
-        box_of(tmp_path, entry, timeout=10.0)
+        box_of(tmp_path, entry)
 
 
 def test_an_unknown_tool_of_a_server(url, tmp_path):

@@ -347,7 +347,7 @@ def test_an_interrupted_run_lets_go_of_everything(
     stop: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interaction, scene = counting()
-    scene.engine.latency = 30.0  # type: ignore[attr-defined]
+    scene.engine.latency = 300.0  # type: ignore[attr-defined]
     runner = EpisodeRunner(scene, AgentLoops("single_turn_agent"), max_concurrency=4)
 
     class Interrupted:
@@ -362,7 +362,7 @@ def test_an_interrupted_run_lets_go_of_everything(
     begun = time.perf_counter()
     with pytest.raises(type(stop)):
         runner.run([EpisodeRequest(row, SAMPLING, (i,)) for i in range(8)])
-    assert not interaction.open and time.perf_counter() - begun < 5, "finalized, and nobody was waited for"
+    assert not interaction.open and time.perf_counter() - begun < 100, "finalized, and nobody was waited for"
     runner.close()
 
 

@@ -58,7 +58,7 @@ def hostile(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
 
 def test_hostile_files_of_agents(hostile: tuple[Path, str]) -> None:
     file, words = hostile
-    start = time.monotonic()
+    start = time.thread_time()  # not the wall clock: other processes may have the processor
     for read in (
         lambda: read_entries(str(file)),
         lambda: AgentLoops.from_config("single_turn_agent", str(file)),
@@ -67,7 +67,7 @@ def test_hostile_files_of_agents(hostile: tuple[Path, str]) -> None:
         with pytest.raises(ValueError, match=r"hostile\.yaml") as refusal:
             read()
         assert words in str(refusal.value)
-    assert time.monotonic() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def test_hostile_configurations(hostile: tuple[Path, str]) -> None:

@@ -64,11 +64,11 @@ def test_differencing_beats_greedy_and_is_near_the_mean() -> None:
 
 def test_ten_thousand_rows_take_a_moment() -> None:
     lengths = np.random.default_rng(0).integers(1, 8192, 10_000).tolist()
-    start = time.perf_counter()
+    start = time.thread_time()  # not the wall clock: other processes may have the processor
     karmarkar_karp(workload(lengths).tolist(), 8, equal_size=True)
     karmarkar_karp(workload(lengths).tolist(), 64)
     micro_batches(lengths, 131072)
-    assert time.perf_counter() - start < 15
+    assert time.thread_time() - start < 15
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(100, 400), st.booleans())

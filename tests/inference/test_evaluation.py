@@ -15,6 +15,7 @@ from strop.config.compose import load
 from strop.inference.evaluation import ScoredPrompt, evaluate, has_binary_scores, summarise
 from strop.inference.evaluation_report import compare
 from strop.trainer.main_eval import run
+from tests.rewards.limits import limit_responses
 
 
 def row(
@@ -102,7 +103,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_failures_are_counted_and_in_no_mean(tmp_path, capsys):
+def test_failures_are_counted_and_in_no_mean(tmp_path, capsys, monkeypatch):
+    limit_responses(monkeypatch, "slow")
     (tmp_path / "mine.py").write_text(FAILING)
     rows = [
         row("a", "x", ["x", "bad", "slow"], "own"),

@@ -124,9 +124,24 @@ def test_a_job_goes_on_where_it_was(asked, tmp_path, monkeypatch):
     assert answered(asked).fresh.rows == 0 and not calls, "nothing is left to do"
 
 
+WAITS = """
+import time
+from strop.inference.generation_model import ResponseGenerator
+calls, generate = [], ResponseGenerator.generate
+def wait_in_the_end(self, rows):
+    calls.append(rows)
+    if len(calls) > 5:
+        time.sleep(600)
+    return generate(self, rows)
+ResponseGenerator.generate = wait_in_the_end
+"""
+
+
 def test_a_real_kill(asked, tmp_path):
     answered(asked, f"data.output_path={tmp_path}/whole.parquet")
-    process = Forked("strop.trainer.main_generation", [*asked, "data.batch_size=2"], tmp_path / "killed.log")
+    (tmp_path / "waits.py").write_text(WAITS)
+    words = [*asked, "data.batch_size=2", f"plugins=[{tmp_path}/waits.py]"]
+    process = Forked("strop.trainer.main_generation", words, tmp_path / "killed.log")
     parts = tmp_path / "out.parquet.parts"
     process.kill_when(lambda: parts.is_dir() and len(list(parts.glob("[0-9]*.json"))) >= 3)
     assert not (tmp_path / "out.parquet").exists()

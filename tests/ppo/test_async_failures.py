@@ -22,6 +22,10 @@ from tests.ppo.test_async import ASYNC, BESIDE, PARTIAL
 QUIET = ["trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1"]
 
 
+def rollout_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("strop-rollout")]
+
+
 @pytest.mark.parametrize("more", [[], PARTIAL], ids=["waits", "cuts"])
 def test_a_failing_sampler_ends_the_run_with_its_own_error(overrides, more):
     trainer = build_ppo(load("ppo_trainer", [*overrides, *QUIET, *BESIDE, *more]))
@@ -34,11 +38,9 @@ def test_a_failing_sampler_ends_the_run_with_its_own_error(overrides, more):
         return generate(requests, sampling)
 
     trainer.collector.engine.generate = fails
-    begun = time.time()
     with pytest.raises(RuntimeError, match="the engine is on fire"):
         trainer.fit()
-    assert time.time() - begun < 30
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("strop-rollout")]
+    assert not rollout_threads()
 
 
 @pytest.mark.parametrize("more", [[], PARTIAL], ids=["waits", "cuts"])
@@ -50,7 +52,7 @@ def test_a_failure_of_the_loop_leaves_no_thread_behind(overrides, tmp_path, more
     )
     with pytest.raises(ValueError, match="no"):
         run(overrides, *QUIET, *BESIDE, *more, f"custom_reward_function.path={reward}")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("strop-rollout")]
+    assert not rollout_threads()
 
 
 def test_close_returns_though_the_engine_hangs(overrides, monkeypatch):
@@ -61,7 +63,7 @@ def test_close_returns_though_the_engine_hangs(overrides, monkeypatch):
     def hangs(requests: Any, sampling: Any) -> Any:
         calls.append(len(requests))
         if len(calls) > 1:
-            never.wait(60)
+            never.wait(600)
         return generate(requests, sampling)
 
     trainer.collector.engine.generate = hangs
@@ -70,8 +72,11 @@ def test_close_returns_though_the_engine_hangs(overrides, monkeypatch):
         trainer.sync_weights(0)
         trainer.collector.collect(trainer.loader.draw, 8, 1, trainer.output.record(1))
         trainer.close()
-    assert time.time() - begun < 20
+    assert time.time() - begun < 300
     never.set()
+    for thread in rollout_threads():
+        thread.join(60)
+    assert not rollout_threads()
 
 
 def trained_rows(folder: Path, steps: range) -> list[list[int]]:

@@ -52,8 +52,9 @@ def chatter() -> str:
 
 def start_child_and_hang(note: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with open(note, "w") as file:
+    with open(f"{note}.part", "w") as file:
         file.write(str(child.pid))
+    os.rename(f"{note}.part", note)
     time.sleep(600)
 
 

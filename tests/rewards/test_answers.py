@@ -220,12 +220,12 @@ BOMBS = [
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
 def test_a_bomb_is_a_wrong_answer_and_takes_no_time(bomb: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()  # not the wall clock: other processes may have the processor
     for accepts in SCORERS:
         assert accepts(bomb, "17") is False
     assert gsm8k.compute_score(f"#### {bomb}", "17") == 0.0
     assert equal(bomb + " + 1", bomb) is False
-    assert time.perf_counter() - start < SECONDS * (len(SCORERS) + 2)
+    assert time.thread_time() - start < SECONDS * (len(SCORERS) + 2)
 
 
 PIECES = (

@@ -24,7 +24,8 @@ from tests.rewards.test_remote import Server
 
 SUM = {"inputs": ["1 2\n", "3 4\n", "-1 1\n", "10 20\n"], "outputs": ["3\n", "7\n", "0\n", "30\n"]}
 GOOD = "Add them:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
-QUICK = SandboxFusionConfig(timeout=2.0, total_timeout=6.0)
+QUICK = SandboxFusionConfig(timeout=60.0, total_timeout=100.0)
+SHORT = SandboxFusionConfig(timeout=1.0, total_timeout=6.0)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,8 @@ def test_the_share_of_tests_that_pass():
     ],
 )
 def test_verdicts(program, verdict):
-    result = compute_score(f"```python\n{program}\n```", SUM, sandbox=QUICK, max_tests=1)
+    sandbox = SHORT if verdict == "timed out" else QUICK
+    result = compute_score(f"```python\n{program}\n```", SUM, sandbox=sandbox, max_tests=1)
     assert (result["score"], result["verdict"]) == (0.0, verdict)
 
 
@@ -248,13 +250,13 @@ def test_trajectories_are_scored(manager):
 
 def test_settings_reach_the_sandbox():
     slow = trajectory(
-        "```python\nimport time; time.sleep(3); print(3)\n```",
+        "```python\nimport time; time.sleep(300); print(3)\n```",
         source="apps",
         truth=json.dumps({"inputs": [""], "outputs": ["3"]}),
     )
     start = time.monotonic()
     scorer(sandbox_fusion=SandboxFusionConfig(timeout=0.5)).score([slow])
-    assert slow.score == 0.0 and slow.extras["verdict"] == "timed out" and time.monotonic() - start < 3
+    assert slow.score == 0.0 and slow.extras["verdict"] == "timed out" and time.monotonic() - start < 100
 
 
 def test_a_broken_sandbox_masks_the_sample(monkeypatch):
@@ -303,14 +305,14 @@ def server():
 
 
 def test_a_sandbox_server_is_asked(server):
-    remote = SandboxFusionConfig(url=server.url, timeout=5.0, memory_limit_mb=77)
+    remote = SandboxFusionConfig(url=server.url, timeout=60.0, memory_limit_mb=77)
     assert compute_score(GOOD, SUM, sandbox=remote)["score"] == 1.0
     asked = server.questions[0]
     assert (
         asked["language"] == "python"
         and asked["stdin"] == "1 2\n"
         and asked["memory_limit_MB"] == 77
-        and asked["run_timeout"] <= 5
+        and asked["run_timeout"] <= 60
     )
     truth = {"fn_name": "twice", "inputs": [[1], ["ab"]], "outputs": [[2], ["abab"]]}
     assert (

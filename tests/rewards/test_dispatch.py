@@ -68,7 +68,7 @@ def test_a_scorer_that_hangs_raises_and_never_scores(monkeypatch: pytest.MonkeyP
     start = time.perf_counter()
     with pytest.raises(TimeoutError, match="catastrophic_score did not answer within its limit of 1 seconds"):
         score_response("hang/me", "a" * 60, "b", timeout=1.0)
-    assert time.perf_counter() - start < 20
+    assert time.perf_counter() - start < 200
 
 
 def test_exact_names_and_longer_patterns_win(monkeypatch: pytest.MonkeyPatch) -> None:

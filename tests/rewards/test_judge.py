@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def marks(judge: Judge, *texts: str) -> list[Any]:
     return judge.score(build_samples([trajectory(text, row=n) for n, text in enumerate(texts)], TOKENIZER))
 
 
-def judge_at(double: ChatDouble, timeout: float = 5.0, **settings: Any) -> Judge:
+def judge_at(double: ChatDouble, timeout: float = 100.0, **settings: Any) -> Judge:
     made = JudgeConfig(enable=True, url=double.url, **settings)
     return Judge(ChatCompletionsClient(made, timeout=timeout), made)
 
@@ -185,16 +186,20 @@ def test_nothing_is_asked_twice(serve, tmp_path):
             ConnectionError,
             "The judge .* gave no usable answer after 1 try.*401.*key",
         ),
-        (lambda _: (time.sleep(3), "Score: 1")[1], TimeoutError, ""),
     ],
 )
 def test_failures_are_errors_never_marks(serve, speak, kind, says):
-    import re
-
-    start = time.monotonic()
-    [found] = marks(judge_at(serve(speak), timeout=1.0), "4")
+    [found] = marks(judge_at(serve(speak)), "4")
     assert isinstance(found, kind) and re.search(says, str(found)), found
-    assert time.monotonic() - start < 3.5
+
+
+def test_a_judge_that_hangs_is_an_error_after_the_timeout(serve):
+    ends = threading.Event()
+    judge = judge_at(serve(lambda _: (ends.wait(300), "Score: 1")[1]), timeout=0.5)
+    start = time.monotonic()
+    [found] = marks(judge, "4")
+    assert isinstance(found, TimeoutError) and time.monotonic() - start < 100
+    ends.set()
 
 
 def test_failures_are_not_kept(serve):
@@ -208,15 +213,15 @@ def test_a_busy_server_is_asked_again(serve):
     answers = iter([(503, {}), (429, {}), "Score: 10"])
     settings = JudgeConfig(enable=True, url=serve(lambda _: next(answers)).url)
     row = trajectory("4")
-    report = scorer(judge=settings, timeout=20.0).score([row])
+    report = scorer(judge=settings, timeout=100.0).score([row])
     assert row.score == 1.0 and report.metrics["reward/retried"] == 2
 
 
 def test_requests_run_side_by_side_up_to_the_limit(serve):
-    double = serve(lambda prompt: (time.sleep(0.2), "Score: 1")[1])
-    start = time.monotonic()
-    marks(judge_at(double, max_concurrent=4), *map(str, range(12)))
-    assert 0.6 <= time.monotonic() - start < 3 and double.most <= 4
+    four = threading.Barrier(4)
+    double = serve(lambda prompt: (four.wait(60), "Score: 1")[1])  # breaks if fewer are asked at a time
+    found = marks(judge_at(double, max_concurrent=4, score_range=[0, 2]), *map(str, range(12)))
+    assert [mark["score"] for mark in found] == [0.5] * 12 and double.most == 4
 
 
 def test_in_the_reward_loop_failures_are_masked(serve, tmp_path):
@@ -245,7 +250,7 @@ def test_in_the_reward_loop_failures_are_masked(serve, tmp_path):
 )
 def test_bad_settings_are_refused(settings, why):
     with pytest.raises(ValueError, match=why):
-        check_judge(JudgeConfig(enable=True, **settings), timeout=2.0)
+        check_judge(JudgeConfig(enable=True, **settings), timeout=60.0)
 
 
 def test_a_judge_needs_a_model_and_no_rival():

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.catalog import REWARD_MANAGERS, SCORERS
+from strop.concurrency import BlockedCalls
 from strop.config.compose import load
 from strop.config.rules import check
 from strop.config.schema.reward import OverlongBufferConfig, RewardManagerConfig, RewardManagerModuleConfig
@@ -20,6 +22,7 @@ from strop.rewards.base import build_samples
 from strop.rewards.managers import PrimeRewardManager, RateLimit
 from strop.rewards.scorer import Scorer, Shaping
 from tests.rewards import hostile
+from tests.rewards.limits import limit_responses
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
 LENGTHS = "def compute_score(solution_str): return len(solution_str)\n"
@@ -31,7 +34,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "text": return "1.0"
     if solution_str == "keyless": return {"acc": 1}
     if solution_str == "none": return None
-    if solution_str == "sleep": time.sleep(30)
+    if solution_str == "sleep": time.sleep(300)
     if solution_str == "long dict": return {"score": 0.5, "acc": True, "pred": "x", "nothing": float("nan")}
     return {"score": 1, "length": len(solution_str)}
 """
@@ -83,8 +86,11 @@ def test_rules_score_under_every_manager(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_a_failure_masks_its_sample_and_no_other(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limit_responses(monkeypatch, "sleep")
+    # Without the warning that many calls of other tests hang.
+    monkeypatch.setattr("strop.concurrency.blocked_calls", BlockedCalls())
     made = scorer(tmp_path, MOODS, reward_manager=name, timeout=1.0, num_workers=2, max_concurrent=4)
     moods = ["good", "raise", "nan", "text", "keyless", "none", "sleep", "long dict"]
     answers = [trajectory(mood, row=10 + i, source="my/source") for i, mood in enumerate(moods)]
@@ -136,9 +142,9 @@ def test_retries_ask_again_only_those_that_failed(tmp_path: Path) -> None:
 
 
 ASYNC = """
-import asyncio
+import asyncio, os
 loops, most, running = set(), 0, 0
-async def compute_score(solution_str, delay=0.05, together=1):
+async def compute_score(solution_str, delay=0.05, together=1, after=None):
     global most, running
     loops.add(id(asyncio.get_running_loop()))
     running += 1
@@ -147,7 +153,9 @@ async def compute_score(solution_str, delay=0.05, together=1):
         if most >= together:
             break
         await asyncio.sleep(0.01)
-    await asyncio.sleep(30 if solution_str == "slow" else delay)
+    while solution_str == "abc" and after and not os.path.exists(after):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(300 if solution_str == "slow" else delay)
     running -= 1
     return {"score": len(solution_str), "most": most, "loops": len(loops)}
 """
@@ -165,30 +173,27 @@ def test_async_functions_wait_together_on_one_loop(name: str, most: int, tmp_pat
     assert again.extras["loops"] == 1
 
 
-def test_scoring_inside_a_running_loop(tmp_path: Path) -> None:
-    made = scorer(tmp_path, ASYNC, kwargs={"delay": 0.2}, timeout=1.0)
+def test_scoring_inside_a_running_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_responses(monkeypatch, "slow")
+    ticked = tmp_path / "ticked"
+    made = scorer(tmp_path, ASYNC, kwargs={"delay": 0.2, "after": str(ticked)}, timeout=1.0)
 
-    async def inside() -> tuple[int, Any]:
-        ticks = 0
+    async def tick() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        ticked.touch()
 
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0.01)
-
-        clock = asyncio.create_task(tick())
+    async def inside() -> None:
         direct = trajectory("ab")
         made.score([direct])
         assert direct.score == 2
         awaited, slow = trajectory("abc"), trajectory("slow")
-        before = ticks
+        ticking = asyncio.create_task(tick())  # the caller's loop goes on: a score waits for it
         report = await asyncio.to_thread(made.score, [awaited, slow])
-        clock.cancel()
+        await ticking
         assert awaited.score == 3 and slow.score is None and report.timed_out == 1
-        return ticks - before, report
 
-    assert asyncio.run(inside())[0] > 10  # the caller's loop went on
+    asyncio.run(inside())
 
 
 def test_async_is_refused_where_processes_run(tmp_path: Path) -> None:
@@ -216,7 +221,8 @@ def test_arguments_may_have_any_name(tmp_path: Path, manager: str) -> None:
     assert answer.score == 7.0
 
 
-def test_processes_survive_what_threads_do_not(tmp_path: Path) -> None:
+def test_processes_survive_what_threads_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_responses(monkeypatch, "hang")
     code = """
 import os, re
 def compute_score(solution_str, ground_truth):
@@ -361,18 +367,25 @@ def test_the_whole_transcript_on_request(tmp_path: Path) -> None:
     assert (sampled.score, whole.score) == (0.0, 1.0)
 
 
-def test_a_budget_holds_in_any_window() -> None:
+def test_a_budget_holds_in_any_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes only where the budget sleeps."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr("strop.rewards.managers.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     budget, moments = RateLimit(3, window=0.2), []
     for _ in range(8):
         budget.acquire(1)
-        moments.append(time.monotonic())
-    assert moments[2] - moments[0] < 0.1
-    assert all(later - earlier >= 0.19 for earlier, later in zip(moments, moments[3:]))
+        moments.append(now)
+    assert moments == pytest.approx([0.0] * 3 + [0.2] * 3 + [0.4] * 2)
     tokens = RateLimit(10, window=0.2)
-    start = time.monotonic()
+    start = now
     for _ in range(3):
         tokens.acquire(6)
-    assert time.monotonic() - start >= 0.39
+    assert now - start == pytest.approx(0.4)
 
 
 def test_rate_limits_of_the_configuration(tmp_path: Path) -> None:
@@ -474,6 +487,7 @@ def test_slow_rules_run_under_their_limit_beside_fast_ones(monkeypatch: pytest.M
     monkeypatch.setattr(SCORERS, "_entries", dict(SCORERS._entries))
     SCORERS.declare("hanging", hostile.catastrophic_score, source="test", sources=("hang/*",), slow=True)
     answers = [trajectory("a" * 60, source="hang/x"), trajectory(), trajectory("aab", source="hang/y")]
+    limit_responses(monkeypatch, "a" * 60)
     report = scorer(timeout=1.0).score(answers)
     assert [t.score for t in answers] == [None, 1.0, 1.0] and report.timed_out == 1
 

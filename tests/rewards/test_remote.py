@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from strop.rewards import remote
 from strop.rewards.base import build_samples
 from strop.rewards.remote import RewardServerClient, parse_reply
 from tests.http_servers import PatientServer
@@ -23,7 +25,8 @@ Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 class Server:
     """Answers with `answer(question)`: a status, and something to send as JSON (bytes are sent as they are)."""
 
-    def __init__(self, answer: Answer, port: int = 0):
+    def __init__(self, answer: Answer, *, listens: bool = True):
+        """A server that does not listen refuses connections, and keeps its port."""
         self.questions: list[dict[str, Any]] = []
         server = self
 
@@ -41,13 +44,23 @@ class Server:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = PatientServer(("127.0.0.1", port), Handler)
+        self.http = PatientServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
         self.http.daemon_threads = True
+        self.http.server_bind()
         self.url = f"http://127.0.0.1:{self.http.server_port}/get_reward"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self._serving: threading.Thread | None = None
+        if listens:
+            self.listen()
+
+    def listen(self) -> None:
+        self.http.server_activate()
+        serve = self.http.serve_forever
+        self._serving = threading.Thread(target=serve, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._serving.start()
 
     def close(self) -> None:
-        self.http.shutdown()
+        if self._serving is not None:
+            self.http.shutdown()
         self.http.server_close()
 
 
@@ -55,8 +68,8 @@ class Server:
 def serve() -> Iterator[Callable[[Answer], Server]]:
     started: list[Server] = []
 
-    def start(answer: Answer, port: int = 0) -> Server:
-        started.append(Server(answer, port))
+    def start(answer: Answer, *, listens: bool = True) -> Server:
+        started.append(Server(answer, listens=listens))
         return started[-1]
 
     yield start
@@ -133,8 +146,7 @@ def test_samples_are_divided_over_the_servers(serve: Any) -> None:
 
 
 def test_a_server_that_is_down_is_passed_over(serve: Any) -> None:
-    gone = serve(lengths)
-    gone.close()
+    gone = serve(lengths, listens=False)
     model = RewardServerClient([gone.url, serve(lengths).url], TOKENIZER, pause=0.01)
     assert asked(model, ["a", "ab"]) == [15.0, 16.0] and model.retried >= 1
 
@@ -169,46 +181,71 @@ def test_a_fault_of_the_server_is_tried_a_few_times(serve: Any, reply: tuple[int
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_a_busy_server_is_tried_until_the_timeout(serve: Any, status: int) -> None:
     replies = iter([(status, {})] * 12 + [(200, {"rewards": [2.0]})])
-    model = RewardServerClient(serve(lambda _: next(replies)).url, TOKENIZER, pause=0.0001, timeout=20)
+    model = RewardServerClient(serve(lambda _: next(replies)).url, TOKENIZER, pause=0.0001, timeout=100)
     assert asked(model, ["a"]) == [2.0] and model.retried == 12
 
 
 def test_a_server_that_restarts_is_waited_for(serve: Any, caplog: Any) -> None:
-    first = serve(lengths)
-    port = first.http.server_port
-    first.close()
+    server = serve(lengths, listens=False)
     # More tries than a fault is given, within the timeout.
-    model = RewardServerClient(first.url, TOKENIZER, timeout=20, max_faults=2, pause=0.02)
-    restart = threading.Timer(0.4, lambda: serve(lengths, port))
-    restart.start()
+    model = RewardServerClient(server.url, TOKENIZER, timeout=100, max_faults=2, pause=0.02)
+
+    def restart() -> None:
+        while model.retried <= 2:
+            time.sleep(0.01)
+        server.listen()
+
+    restarting = threading.Thread(target=restart, daemon=True)
+    restarting.start()
     assert asked(model, ["a", "ab"]) == [15.0, 16.0] and model.retried > 2
-    restart.join()
+    restarting.join()
     notices = [record.getMessage() for record in caplog.records]
     assert len(notices) == 2, notices
-    assert f"{first.url} does not answer" in notices[0] and "is tried again for" in notices[0]
-    assert f"{first.url} answers again, after" in notices[1]
+    assert f"{server.url} does not answer" in notices[0] and "is tried again for" in notices[0]
+    assert f"{server.url} answers again, after" in notices[1]
 
 
-def test_a_server_that_stays_away_ends_at_the_timeout(serve: Any) -> None:
-    gone = serve(lengths)
-    gone.close()
-    start = time.monotonic()
+def test_a_server_that_stays_away_ends_at_the_timeout(serve: Any, monkeypatch: Any) -> None:
+    """Time passes during the pauses only."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    for module in ("strop.rewards.remote", "strop.rewards.http", "strop.http_replies"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    monkeypatch.setattr(remote, "GRACE", 100.0)
+    gone = serve(lengths, listens=False)
     model = RewardServerClient(gone.url, TOKENIZER, timeout=0.5, pause=0.02)
     [error] = asked(model, ["a"])
     assert isinstance(error, ConnectionError) and gone.url in str(error)
-    assert 0.4 < time.monotonic() - start < 1.5
+    assert 0.4 < now <= 0.5
 
 
-def test_a_hanging_server_costs_its_own_samples(serve: Any) -> None:
+def test_a_hanging_server_costs_its_own_samples(serve: Any, monkeypatch: Any) -> None:
+    ends = threading.Event()
+    request = RewardServerClient._request
+
+    def patient_with_the_quick(model: Any, samples: Any, deadline: float | None = None) -> Any:
+        """On a busy machine, a server that does not hang may take longer than the timeout."""
+        if deadline is None and samples[0].solution_str == "quick":
+            deadline = time.monotonic() + 100
+        return request(model, samples, deadline)
+
     def slow(question: dict[str, Any]) -> tuple[int, Any]:
         if any("slow" in text for text in question["query"]):
-            time.sleep(5)
+            ends.wait(300)
         return lengths(question)
 
+    monkeypatch.setattr(remote, "GRACE", 200.0)
+    monkeypatch.setattr(RewardServerClient, "_request", patient_with_the_quick)
     answers = [trajectory("slow"), trajectory("quick")]
     start = time.monotonic()
     report = scorer(remote_url=serve(slow).url, num_workers=2, timeout=0.5).score(answers)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 150, "the server that hangs is not waited for"
+    ends.set()
     assert [t.score for t in answers] == [None, 19.0] and (report.failed, report.timed_out) == (1, 1)
 
 

@@ -103,7 +103,7 @@ def test_the_truth_in_a_box_is_always_right(answer: str) -> None:
 )
 def test_long_floods_take_no_time(flood: str) -> None:
     text = flood * (200_000 // len(flood))
-    start = time.perf_counter()
+    start = time.thread_time()  # not the wall clock: other processes may have the processor
     gsm8k.compute_score(text, "1", method="flexible")
     math_boxed.compute_score(text, "1")
     math_boxed.compute_score(f"\\boxed{{{text}}}", text)
@@ -112,7 +112,7 @@ def test_long_floods_take_no_time(flood: str) -> None:
     multiple_choice.compute_score(text, "A")
     shape.compute_score(text)
     shape.think_boxed_format("<think>" + text)
-    assert time.perf_counter() - start < 3.0
+    assert time.thread_time() - start < 3.0
 
 
 @pytest.mark.parametrize(

@@ -186,11 +186,11 @@ def test_the_use_of_disk(tmp_path):
 
 @pytest.mark.parametrize("level", [level for level in HERE if level in ("landlock", "limits")])
 def test_the_disk_limit_counts_all_files_and_deleted_ones(level):
-    limits = SandboxLimits(seconds=3.0, disk_mb=4)
-    many = "import time\nfor n in range(8): open(str(n), 'wb').write(bytes(1 << 20))\ntime.sleep(2)"
+    limits = SandboxLimits(seconds=60.0, total_seconds=200.0, disk_mb=4)
+    many = "import time\nfor n in range(8): open(str(n), 'wb').write(bytes(1 << 20))\ntime.sleep(300)"
     deleted = (
         "import os, time\nheld = []\nfor n in range(8):\n    held.append(open(str(n), 'wb'))\n"
-        "    held[-1].write(bytes(1 << 20)); held[-1].flush(); os.unlink(str(n))\ntime.sleep(2)"
+        "    held[-1].write(bytes(1 << 20)); held[-1].flush(); os.unlink(str(n))\ntime.sleep(300)"
     )
     assert [run_tests(p, [{"stdin": ""}], limits, level=level)[0].status for p in (many, deleted)] == [
         "disk"
@@ -200,7 +200,7 @@ def test_the_disk_limit_counts_all_files_and_deleted_ones(level):
 def test_killing_the_supervisor_is_a_failure_where_it_is_possible():
     """Without isolation a program can do it. With it, a supervisor that was killed says nothing about a program."""
     kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nprint(3)"
-    outcomes = run_tests(kill, [{"stdin": ""}] * 2, SandboxLimits(seconds=2.0), level="limits")
+    outcomes = run_tests(kill, [{"stdin": ""}] * 2, SandboxLimits(seconds=60.0), level="limits")
     assert [outcome.status for outcome in outcomes] == ["error", "error"]
 
 

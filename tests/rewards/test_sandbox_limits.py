@@ -16,7 +16,7 @@ from strop.rewards.sandbox.launch import LEVELS, STRONG_LEVELS, isolation_proble
 from strop.rewards.sandbox.limits import SandboxLimits
 
 HERE = [level for level in LEVELS if not isolation_problem(level)]
-LIMITS = SandboxLimits(seconds=8.0, total_seconds=20.0, memory_mb=128, disk_mb=8)
+LIMITS = SandboxLimits(seconds=60.0, total_seconds=200.0, memory_mb=128, disk_mb=8)
 needs_seccomp = pytest.mark.skipif(bool(seccomp.problem()), reason="no seccomp filters here")
 
 # --- memory ---------------------------------------------------------------------------------------------------------------------

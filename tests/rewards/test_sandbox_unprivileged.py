@@ -20,7 +20,7 @@ from strop.rewards.sandbox.limits import SandboxLimits
 from tests.rewards.test_code_assertions import READ_SELF
 from tests.rewards.unprivileged import LANDLOCK, as_nobody
 
-LIMITS = SandboxLimits(seconds=5.0, total_seconds=20.0, memory_mb=256, disk_mb=8, processes=8)
+LIMITS = SandboxLimits(seconds=60.0, total_seconds=200.0, memory_mb=256, disk_mb=8, processes=8)
 needs_seccomp = pytest.mark.skipif(bool(seccomp.problem()), reason="no seccomp filters here")
 
 

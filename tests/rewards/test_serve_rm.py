@@ -51,7 +51,7 @@ class Served:
         self.url = said[1]
 
     def get(self, path: str) -> dict:
-        with urllib.request.urlopen(self.url.replace("/get_reward", path), timeout=30) as reply:
+        with urllib.request.urlopen(self.url.replace("/get_reward", path), timeout=100) as reply:
             return json.loads(reply.read())
 
 
@@ -60,13 +60,13 @@ def served(judge, tmp_path_factory) -> Iterator[Served]:
     server = Served(tmp_path_factory.mktemp("served"), f"model.path={judge}")
     yield server
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
+    assert server.process.wait(timeout=100) in (0, -signal.SIGTERM)
 
 
 def test_scores_are_those_of_transformers(served, judge):
     texts = ["1+2=3", "4+4=8<eos>", "9"]
     body = json.dumps({"query": texts}).encode()
-    with urllib.request.urlopen(urllib.request.Request(served.url, data=body), timeout=30) as reply:
+    with urllib.request.urlopen(urllib.request.Request(served.url, data=body), timeout=100) as reply:
         rewards = json.loads(reply.read())["rewards"]
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(judge).eval(), tiny_tokenizer()
     with torch.no_grad():
@@ -144,13 +144,17 @@ def test_a_port_that_is_taken(served):
         _listen("127.0.0.1", port)
 
 
-def test_a_server_that_is_not_there_stops_the_run_with_a_reason(overrides):
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
-    with pytest.raises(ValueError, match=r"Scoring failed for all 32 samples.*gave no usable answer after"):
-        run(
-            overrides,
-            f"reward_model.remote_url=http://127.0.0.1:{port}/get_reward",
-            "reward_model.timeout=1.5",
-            "trainer.val_before_train=false",
-        )
+def test_a_server_that_is_not_there_stops_the_run_with_a_reason(overrides, monkeypatch):
+    monkeypatch.setattr("strop.rewards.remote.GRACE", 100.0)
+    with socket.socket() as closed:  # no other program is given its port
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=r"Scoring failed for all 32 samples.*gave no usable answer after"
+        ):
+            run(
+                overrides,
+                f"reward_model.remote_url=http://127.0.0.1:{port}/get_reward",
+                "reward_model.timeout=1.5",
+                "trainer.val_before_train=false",
+            )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ NOT_NUMBERS = [_marked(name, pytest.mark.slow) for name in NAMES if name != "sgl
 """Engines that are given what is not a number: it was not recorded what SGLang does, and vLLM must be started anew afterwards."""
 OUTSIDE = [name for name in NAMES if ENGINES.entry(name).facts["own_weights"]]
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+doubles: weakref.WeakKeyDictionary[Engine, Double] = weakref.WeakKeyDictionary()
+"""The servers behind engines of the kind sglang."""
 _running: dict[str, Any] = {}
 _closing: dict[str, Callable[[], None]] = {}
 
@@ -73,9 +76,11 @@ def kinds() -> list[Any]:
 def build(name: str, model: Any, **settings: Any) -> Engine:
     if name == "sglang":
         double = Double(_plain(model))
-        return build_engine(
+        engine = build_engine(
             name, model, engine_kwargs={"sglang": {"url": double.url, "seeded": True}}, **settings
         )
+        doubles[engine] = double
+        return engine
     if name == "vllm":
         return _vllm(model, **settings)
     return build_engine(name, model, **settings)

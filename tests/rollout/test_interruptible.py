@@ -30,9 +30,14 @@ def engine() -> Any:
 class Alarm:
     """Calls `ring` from another thread when so many tokens were sampled."""
 
-    def __init__(self, engine: Any, at: list[int], ring: Callable[[int], None]) -> None:
-        self.left, self.ring, self.steps, self.number = list(at), ring, 0, 0
-        step = engine.step
+    def __init__(self, steady: Interruptible, at: list[int], ring: Callable[[int], None]) -> None:
+        self.left, self.ring, self.steps, self.number, self.aborts = list(at), ring, 0, 0, 0
+        engine: Any = steady.engine
+        step, abort = engine.step, engine.abort
+
+        def count_abort() -> None:
+            abort()
+            self.aborts += 1
 
         def counted() -> None:
             step()
@@ -41,10 +46,13 @@ class Alarm:
                 self.left.pop(0)
                 self.number += 1
                 ringing = threading.Thread(target=ring, args=(self.number,))
+                aborts = self.aborts
                 ringing.start()
-                ringing.join(0.05)  # long enough to shut the door
+                # Until the door is shut, and who is inside is cut.
+                while ringing.is_alive() and (self.aborts == aborts if steady.cut else steady._open):
+                    time.sleep(0.001)
 
-        engine.step = counted
+        engine.step, engine.abort = counted, count_abort
 
 
 def test_cut_twice_under_the_same_weights_is_token_exact(engine):
@@ -55,7 +63,7 @@ def test_cut_twice_under_the_same_weights_is_token_exact(engine):
         with steady.stopped():
             assert engine.idle
 
-    Alarm(engine, [5, 20], pause)
+    Alarm(steady, [5, 20], pause)
     cut = steady.generate(REQUESTS, SAMPLING)
     for a, b in zip(whole, cut, strict=True):
         assert [c.ids for c in a] == [c.ids for c in b]
@@ -79,7 +87,7 @@ def test_each_stretch_has_the_version_and_the_log_probs_of_the_weights_that_samp
         steady.update_weights(moved.items(), number)
         modules[number] = copy()
 
-    Alarm(engine, [6, 15], update)
+    Alarm(steady, [6, 15], update)
     answers = steady.generate(REQUESTS, SAMPLING)
     mixed = [(r, c) for r, found in zip(REQUESTS, answers) for c in found if c.versions]
     assert mixed and max(len(c.versions) for _, c in mixed) == 3
@@ -101,10 +109,10 @@ def test_each_stretch_has_the_version_and_the_log_probs_of_the_weights_that_samp
 
 def test_without_cutting_a_stop_waits(engine):
     steady = Interruptible(engine, cut=False)
-    Alarm(engine, [3], lambda number: steady.update_weights((), number))
+    Alarm(steady, [3], lambda number: steady.update_weights((), number))
     first = steady.generate(REQUESTS, SAMPLING)
     assert all(c.version == 0 and not c.versions and c.finish != "abort" for found in first for c in found)
-    deadline = time.time() + 5
+    deadline = time.time() + 60
     while engine.version == 0 and time.time() < deadline:
         time.sleep(0.01)
     assert engine.version == 1
@@ -118,7 +126,7 @@ def test_coroutines_are_continued_too(engine):
         with steady.stopped():
             pass
 
-    Alarm(engine, [4, 9], pause)
+    Alarm(steady, [4, 9], pause)
 
     async def all_of_them() -> list[list[Completion]]:
         return list(await asyncio.gather(*(steady.agenerate(request, SAMPLING) for request in REQUESTS)))
@@ -142,7 +150,7 @@ def test_nobody_waits_for_an_engine_that_has_ended(engine):
     waiting = threading.Thread(target=ask)
     waiting.start()
     steady.end()
-    waiting.join(5)
+    waiting.join(60)
     assert not waiting.is_alive() and len(problems) == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -57,9 +58,13 @@ def test_an_engine_is_not_starved_by_coroutines_that_compute() -> None:
     engine._async_driver.short_calls = True
     seen: set[float] = set()
 
+    def look(*_: Any) -> None:
+        """From the thread that steps: on a busy machine, that of the coroutines may see none of the steps."""
+        seen.add(sys.getswitchinterval())
+
     async def busy() -> list[Completion]:
         asked = asyncio.ensure_future(
-            engine.agenerate(Request([1]), Sampling(max_tokens=20, ignore_eos=True))
+            engine.agenerate(Request([1], on_tokens=look), Sampling(max_tokens=20, ignore_eos=True))
         )
         while not asked.done():
             seen.add(sys.getswitchinterval())

@@ -100,7 +100,7 @@ def test_training_goes_on_while_the_old_values_are_written(
 ) -> None:
     gate = threading.Event()
     real = checkpoint.commit
-    monkeypatch.setattr(checkpoint, "commit", lambda plan: (gate.wait(10), real(plan))[1])
+    monkeypatch.setattr(checkpoint, "commit", lambda plan: (gate.wait(60), real(plan))[1])
     weight, rows = torch.zeros(1000), [1]
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"actor/model": {"w": weight}, "data": {"rows": rows}})

@@ -10,30 +10,32 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from strop.run import doctor
 from strop.run.doctor import conclusion, diagnose, main, main_thread, render
-from strop.run.heartbeat import WorkerState, read_worker_states, workers_folder
+from strop.run.heartbeat import WorkerState, read_worker_states, stacks_file, workers_folder
 
 WORKER = """
-import sys, threading, time
+import os, sys, threading, time
 from pathlib import Path
 from strop.run.heartbeat import start_heartbeat
 
 def wait_for_an_answer():
+    os.write(1, b"waits\\n")  # at once: there are two threads
     time.sleep(600)
 
 with start_heartbeat(Path(sys.argv[1]), int(sys.argv[2]), 2) as heart:
     heart.beat(int(sys.argv[3]), sys.argv[4])
     threading.Thread(target=wait_for_an_answer, daemon=True).start()
-    print("ready", flush=True)
     wait_for_an_answer()
 """
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
     """Rank 0 waits in update_actor of step 8, rank 1 still scores step 7."""
     places = [("0", "8", "update_actor"), ("1", "7", "reward")]
     started = [
@@ -43,12 +45,25 @@ def workers(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
         for place in places
     ]
     for process in started:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    time.sleep(0.3)  # from there to where it waits
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["waits\n"] * 2  # both threads of it
+    patient = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: until_written(tmp_path)})
+    monkeypatch.setattr("strop.run.doctor.time", patient)
     yield started
     for process in started:
         process.kill()
         process.wait()
+
+
+def until_written(folder: Path) -> None:
+    """On a busy machine, a process may stand still while it writes its stacks, or before."""
+    time.sleep(0.05)
+    deadline = time.monotonic() + 60
+    for rank in (0, 1):
+        path = stacks_file(folder, rank)
+        while path.exists() and (text := path.read_text()) and not text.endswith(" in <module>\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def age(folder: Path, rank: int, seconds: float) -> None:
@@ -62,6 +77,7 @@ def test_stacks_phases_and_who_is_behind(tmp_path: Path, workers, monkeypatch, c
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 6, "data": {"rollout/occupancy": 0.5, "actor/lr": 1e-6}}\n'
     )
+    monkeypatch.setattr(doctor.diagnose, "__defaults__", (60.0,))
     assert main([str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "rank 1 of 2" in told and "running, step 7, phase 'reward'" in told
@@ -79,9 +95,16 @@ def test_stacks_phases_and_who_is_behind(tmp_path: Path, workers, monkeypatch, c
     )
 
 
-def test_a_stopped_process_still_has_a_phase(tmp_path: Path, workers) -> None:
+def test_a_stopped_process_still_has_a_phase(tmp_path: Path, workers, monkeypatch) -> None:
     """Its stacks cannot be had, its place can."""
     os.kill(workers[1].pid, signal.SIGSTOP)
+    os.waitpid(workers[1].pid, os.WUNTRACED)  # all its threads stand still
+    request = doctor._request_stacks
+
+    def patient_with_the_other(path: Path, pid: int, timeout: float) -> str:
+        return request(path, pid, timeout if pid == workers[1].pid else 60.0)
+
+    monkeypatch.setattr(doctor, "_request_stacks", patient_with_the_other)
     found = diagnose(tmp_path, timeout=0.5)
     assert [report.status for report in found.workers] == ["running", "silent"]
     os.kill(workers[1].pid, signal.SIGCONT)
@@ -90,7 +113,7 @@ def test_a_stopped_process_still_has_a_phase(tmp_path: Path, workers) -> None:
 def test_one_that_was_killed_is_named(tmp_path: Path, workers) -> None:
     workers[0].kill()
     workers[0].wait()
-    found = diagnose(tmp_path)
+    found = diagnose(tmp_path, timeout=60.0)
     assert [report.status for report in found.workers] == ["gone", "running"]
     told = "The process of rank 0 ended without a message (killed, or out of memory). The same command resumes the run."
     assert conclusion(found) == told

@@ -23,13 +23,14 @@ from strop.run.heartbeat import (
 
 
 def test_a_file_per_rank_follows_the_phases(tmp_path):
+    start = time.time()
     with start_heartbeat(tmp_path, rank=1, world=2) as heart:
         assert [(beat.rank, beat.phase) for beat in read_worker_states(tmp_path)] == [(1, STARTING)]
         heart.beat(3, "gen")
         written = json.loads((tmp_path / "workers/rank_1.json").read_text())
         assert written.keys() == {"rank", "world", "host", "pid", "step", "phase", "since"}
         assert (written["pid"], written["step"], written["phase"]) == (os.getpid(), 3, "gen")
-        assert abs(written["since"] - time.time()) < 5
+        assert start - 1 < written["since"] < time.time() + 1
         with start_heartbeat(tmp_path, rank=1, world=2) as again:
             assert again is heart
         assert read_worker_states(tmp_path)[0].phase == "gen"  # the inner block has ended nothing

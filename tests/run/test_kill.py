@@ -57,7 +57,7 @@ class Killer:
         if kill_after is not None:
             time.sleep(kill_after)
         if kill_when is not None:
-            deadline = time.monotonic() + 10.0
+            deadline = time.monotonic() + 60.0
             while not kill_when() and time.monotonic() < deadline:
                 time.sleep(0.0)
         if kill_after is not None or kill_when is not None:
@@ -82,7 +82,7 @@ def killer() -> Iterator[Killer]:
     yield killer
     assert killer.process.stdin
     killer.process.stdin.close()
-    killer.process.wait(timeout=10)
+    killer.process.wait(timeout=60)
 
 
 def last_safe(said: list[str]) -> int:

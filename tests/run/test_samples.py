@@ -169,7 +169,7 @@ def test_a_slow_disk_loses_samples_and_not_time(tmp_path: Path, caplog: pytest.L
     free = threading.Event()
 
     def decode(ids: list[int]) -> str:
-        free.wait(20)
+        free.wait(100)
         return "text"
 
     samples = writer(tmp_path, texts=TokenTexts(decode))

@@ -2,7 +2,8 @@
 
     python -m tests.runtime.members ADDRESS NUMBER STALL
 
-is such a process: a `RolloutReplica` around an engine that keeps digests of its weights, and waits a while at the weight named STALL.
+is such a process: a `RolloutReplica` around an engine that keeps digests of its weights, and waits at the weight named STALL
+until it is let go.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ def digest(weight: Tensor) -> tuple[str, tuple[int, ...], str]:
 class Scales:
     """An engine that weighs."""
 
-    def __init__(self, stall: str) -> None:
-        self.version, self.updates, self.stall = 0, 0, stall
+    def __init__(self, stall: str, folder: Path) -> None:
+        self.version, self.updates, self.stall, self.folder = 0, 0, stall, folder
         self.found: dict[str, Any] = {}
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.updates += 1
         for name, weight in weights:
             if name == self.stall:
-                time.sleep(1.5)
+                (self.folder / "stays").touch()
+                while not (self.folder / "goes on").exists():
+                    time.sleep(0.01)
             self.found[name] = digest(weight)
         self.version = version
 
@@ -54,18 +57,18 @@ class Scales:
 class Plan:
     """A recipe of such an engine."""
 
-    def __init__(self, stall: str) -> None:
-        self.stall = stall
+    def __init__(self, stall: str, folder: Path) -> None:
+        self.stall, self.folder = stall, folder
 
     def make(self) -> Scales:
-        return Scales(self.stall)
+        return Scales(self.stall, self.folder)
 
     def place(self) -> torch.device:
         return torch.device("cpu")
 
 
-async def serve(connection: Connection, stall: str) -> None:
-    replica: Any = RolloutReplica(Plan(stall))  # type: ignore[arg-type]
+async def serve(connection: Connection, stall: str, folder: Path) -> None:
+    replica: Any = RolloutReplica(Plan(stall, folder))  # type: ignore[arg-type]
     lock = threading.Lock()
 
     async def answer(call: int, method: str, arguments: Sequence[Any]) -> None:
@@ -118,9 +121,17 @@ class Member:
             if not done.done():
                 done.set_exception(ConnectionError("it is gone"))
 
+    @property
+    def stays(self) -> bool:
+        """At the weight where it stalls."""
+        return Path(self._folder.name, "stays").exists()
+
+    def let_go(self) -> None:
+        Path(self._folder.name, "goes on").touch()
+
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 class Team:
@@ -145,7 +156,7 @@ class Team:
             [member.call("load", box, contents, version) for member in self.members]
         ):
             try:
-                asked.result(20)
+                asked.result(100)
             except ConnectionError:
                 if last:
                     self.mend(number, version)
@@ -157,7 +168,7 @@ class Team:
         self.members[number] = Member(number)
         self.lives[number] += 1
         for box, contents in self.kept:
-            self.members[number].call("load", box, contents, version).result(20)
+            self.members[number].call("load", box, contents, version).result(100)
 
     def begin_update(self, version: int) -> Sequence[int]:
         self.expected = True
@@ -177,7 +188,7 @@ class Team:
 
     def weigh(self) -> list[tuple[int, int, dict[str, Any]]]:
         """Version, updates and digests of each."""
-        return [member.call("weigh").result(20) for member in self.members]
+        return [member.call("weigh").result(100) for member in self.members]
 
     def close(self) -> None:
         for member in self.members:
@@ -185,5 +196,5 @@ class Team:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Client(sys.argv[1]), sys.argv[3]))
+    asyncio.run(serve(Client(sys.argv[1]), sys.argv[3], Path(sys.argv[1]).parent))
     sys.exit()

@@ -44,12 +44,12 @@ def test_any_number_of_ranks_learns_and_resumes(world):
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch, capfd):
     monkeypatch.setattr(local, "GRACE_SECONDS", 0.5)
-    program = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
+    program = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)"
     start = time.monotonic()
     assert local.launch([sys.executable, "-c", program], 2) == 3
     killed = program.replace("sys.exit(3)", "os.kill(os.getpid(), 9)")
     assert local.launch([sys.executable, "-c", killed], 2) == 137
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300
     said = capfd.readouterr().err
     assert re.search(
         r"Rank 1 of 2 \(host \S+\) was ended by SIGKILL before its first heartbeat; the others were stopped",
@@ -200,7 +200,7 @@ def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(tmp_path):
         [sys.executable, tmp_path / "fails.py"], env=environment, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == REFUSED and "ValueError: out of memory" in ended.stderr
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{ended.stdout.strip()}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{ended.stdout.strip()}").exists()

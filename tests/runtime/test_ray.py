@@ -185,7 +185,7 @@ def test_a_cluster_that_is_not_there(settings):
         RayCluster(loaded.config, loaded.tree()),
     ):
         pass
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 100
 
 
 TRANSPORT = "actor_rollout_ref.rollout.checkpoint_engine"

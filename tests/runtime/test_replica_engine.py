@@ -149,7 +149,7 @@ def test_a_successor_is_not_taken_for_the_one_that_died(engine, pool):
     for number, done in pool.held:
         if number:
             done.set_result([Completion([number], [0.0], "stop")])
-    assert [answer.result(10)[0].finish for answer in answers] == ["stop"] * 9
+    assert [answer.result(60)[0].finish for answer in answers] == ["stop"] * 9
     assert pool.replaced() == 1 and engine.stats()["repeated_requests"] == 3
 
 
@@ -245,7 +245,7 @@ def test_a_folder_that_a_machine_does_not_see_is_named():
 
 
 def test_a_feed_gives_every_weight_once_and_raises_what_the_taker_raises():
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor, wait
 
     def take(feed):
         return [name for name, _ in feed]
@@ -262,7 +262,7 @@ def test_a_feed_gives_every_weight_once_and_raises_what_the_taker_raises():
 
         feed = WeightFeed()
         refused = one.submit(refuse, feed)
-        time.sleep(0.1)
+        wait([refused], 60)
         with pytest.raises(ValueError, match="no weight 'x'"):
             feed.give([("x", torch.zeros(1))], False, refused)
 

@@ -135,7 +135,7 @@ def test_the_grace_period_ends(monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
     with handle_stop_signals(0.05), deferred():
         send()
-        assert ended.wait(5)
+        assert ended.wait(60)
     assert codes == [128 + signal.SIGTERM]
 
 
@@ -475,10 +475,18 @@ def test_ranks_on_ray(overrides, tmp_path):
 SLEEPER = """
 import os, signal, sys, time
 from pathlib import Path
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-Path(sys.argv[1], os.environ["RANK"]).touch()
-time.sleep(60)
+own = os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: Path(sys.argv[1], f"{own} was asked").touch())
+Path(sys.argv[1], own).touch()
+time.sleep(600)
 """
+
+
+def wait_for(*files):
+    deadline = time.monotonic() + 300
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
@@ -493,17 +501,16 @@ from strop import stopping
 stopping.REPEAT_SECONDS = 0.0
 local.GRACE_SECONDS = 0.2
 command = [sys.executable, {str(tmp_path / "sleeper.py")!r}, {str(tmp_path)!r}]
-failure = local.run_ranks(command, 2, Path({str(tmp_path)!r}), grace={0.2 if signals == 1 else 60})
+failure = local.run_ranks(command, 2, Path({str(tmp_path)!r}), grace={0.2 if signals == 1 else 600})
 sys.exit(failure.exit_code)
 """
     starter = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 60
-    while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for _ in range(signals):
+    wait_for(tmp_path / "0", tmp_path / "1")
+    starter.send_signal(signal.SIGTERM)
+    if signals == 2:
+        wait_for(tmp_path / "0 was asked")  # before that, a second signal would be part of the first
         starter.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-    assert starter.wait(30) == 128 + signal.SIGTERM
+    assert starter.wait(300) == 128 + signal.SIGTERM
 
 
 # --- sft, rm, dpo -------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(task, tmp_path, verb):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     base = [*settings(task, tmp_path, verb), "trainer.save_freq=1", "trainer.total_epochs=4"]
     train(verb, base, f"trainer.default_local_dir={whole}")
-    command = [*base, f"trainer.default_local_dir={killed}"]
+    command = [*base, f"trainer.default_local_dir={killed}", forked.waits_in_step(3, tmp_path)]
     first = Forked(f"strop.trainer.main_{verb}", command, tmp_path / "first.log")
     first.kill_when((killed / "global_step_2").exists)
     assert not (killed / "global_step_16").exists()

@@ -40,6 +40,9 @@ def play_all(tmp_path: Path, body: str, tasks: list[str], **settings: Any) -> li
     context = replace(episode_context(ScriptedEngine(["4"])), endpoint=server)
 
     async def loop(episode: Episode) -> None:
+        # On a busy machine, the start of the program alone may take longer than the limit of one that is silent.
+        may_be_silent = episode.prompt.index == 1
+        agent.settings.timeout = settings.get("timeout", 600.0) if may_be_silent else 600.0
         await agent.run(episode)
 
     runner = EpisodeRunner(context, AgentLoops("service", {"service": (loop, {})}), max_concurrency=1)
@@ -64,7 +67,7 @@ FAILURES = {
     "report": ("    if task == 'b': answer['error'] = 'no luck'\n", "no luck", {}),
     "death": ("    if task == 'b': sys.exit('boom')\n", "boom", {}),
     "nonsense": ("    if task == 'b': print('hello', flush=True)\n", "no answer: Expecting value", {}),
-    "depth": ("    if task == 'b': print('[' * 100_000, flush=True)\n", "no answer: ", {"timeout": 5.0}),
+    "depth": ("    if task == 'b': print('[' * 100_000, flush=True)\n", "no answer: ", {"timeout": 60.0}),
     "silence": ("    if task == 'b': continue\n", "within 1 seconds", {"timeout": 1.0}),
     "flood": (f"    while task == 'b':\n    {ASK}", "max_calls=2", {"max_calls": 2}),
     "reward": (

@@ -9,6 +9,7 @@ import pytest
 
 from strop.agents.environments.choose import environment_agent, needs_endpoint
 from strop.agents.environments.openenv import OpenEnvSession
+from strop.agents.episode import within
 from strop.agents.loops import AgentLoops
 from tests.agents.stage import ScriptedEngine, episode_context, play, prompt, text
 
@@ -77,8 +78,12 @@ def test_a_row_starts_the_same_episode_for_all_samples_and_limits_hold(file):
     assert third.stopped == "max_assistant_turns" and third.trajectory().reward == pytest.approx(-0.2)
 
 
+def threads_that_keep_the_program_alive():
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
 @pytest.mark.parametrize("method", ["__init__", "step", "close"])
-def test_an_environment_that_hangs_does_not_keep_the_program_alive(tmp_path, method):
+def test_an_environment_that_hangs_does_not_keep_the_program_alive(tmp_path, monkeypatch, method):
     path = tmp_path / "stuck.py"
     path.write_text(
         "import threading\n"
@@ -89,9 +94,16 @@ def test_an_environment_that_hangs_does_not_keep_the_program_alive(tmp_path, met
     )
     scene = episode_context(ScriptedEngine(["3"]), call_timeout=0.2)
     said = {"__init__": "start"}.get(method, method)
+
+    def patient_with_others(work, seconds, what):
+        """On a busy machine, a call that does not hang may take longer than the limit."""
+        return within(work, seconds if what.endswith(said) else 60.0, what)
+
+    monkeypatch.setattr("strop.agents.environments.text.within", patient_with_others)
+    before = threads_that_keep_the_program_alive()
     with pytest.raises(ValueError, match=rf"{said} did not answer within 0\.2 seconds"):
         play(scene, prompt("a", agent=None), loops=loops_of(f"gym:{path}:Stuck"))
-    assert [thread for thread in threading.enumerate() if not thread.daemon] == [threading.main_thread()]
+    assert threads_that_keep_the_program_alive() <= before
 
 
 def test_an_environment_may_change_its_options(tmp_path):
