@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-with contextlib.suppress(ImportError):  # tests of a GPU need it not
+with contextlib.suppress(ImportError):  # a machine that only runs the tests of a GPU may lack it
     import hypothesis
 
     # The same examples in every run, however slow the machine is: what fails once fails always.
