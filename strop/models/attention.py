@@ -1,10 +1,10 @@
 """Attention over a packed row: many sequences one after the other, none of which sees another.
 
 A packed row has no padding token, so every matrix product of the model computes real tokens only. Attention
-alone needs the sequences apart. On CUDA a variable-length kernel takes their boundaries (models/varlen.py).
-On a CPU queries, keys and values are laid out as [sequences, heads, longest, D] with padding on the right,
-attended causally, and put back: a padded key comes after every real query of its sequence, so causality hides
-it and no mask is needed.
+alone needs the sequences apart. A variable-length kernel takes their boundaries, on CUDA and, in bf16, on
+CPUs with AMX (models/varlen.py). On other CPUs queries, keys and values are laid out as [sequences, heads,
+longest, D] with padding on the right, attended causally, and put back: a padded key comes after every real
+query of its sequence, so causality hides it and no mask is needed.
 
 `set_attention(model, PACKED)` switches a model to the function registered here; the layout is the keyword
 `packing` of the model's forward. Another function (the rollout engine's) can be set on the same module
@@ -110,9 +110,9 @@ def _attend_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, opt
     k = key[0].transpose(0, 1)
     v = value[0].transpose(0, 1)
     kernel = None
-    causal = packing.reach is None
-    if q.device.type in varlen.DEVICES and options.plain and causal and not options.dropout:
-        kernel = varlen.varlen_kernel(q, k, v)
+    plain = options.plain and not options.dropout and packing.reach is None
+    if plain and (q.device.type in varlen.DEVICES or q.dtype == torch.bfloat16):
+        kernel = varlen.varlen_kernel(q, k, v, options.window)
     if kernel is None:
         return _attend_groups(q, k, v, packing, options)[None]
     if packing.spread is not None:

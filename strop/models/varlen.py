@@ -1,8 +1,8 @@
-"""Variable-length attention kernels for packed sequences on a GPU.
+"""Variable-length attention kernels for packed sequences, on a GPU and on CPUs with AMX.
 
 Strop's flash attention (models/flash.py) is used for head shapes that passed a self-check when a model was
 built: the rollout engine repeats its numbers to the last bit. All other 16-bit heads use torch's
-variable-length flash attention. A forward pass only looks the kernel up.
+variable-length flash attention. A forward pass only looks the kernel up. CPUs have cpu/packed_attention.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from strop.cpu import packed_attention
 from strop.extras import MissingExtra, require
 from strop.models.self_check import same
 
@@ -57,8 +58,10 @@ _users: Counter[HeadShape] = Counter()
 """Models that use flash attention, by head shape."""
 
 
-def varlen_kernel(q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
+def varlen_kernel(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Kernel | None:
     """The kernel for such queries, keys and values; None where there is none."""
+    if window is None and packed_attention.takes(q, k, v):
+        return packed_attention.packed_attention
     if not _supported(q.device, q.dtype):
         return None
     flash = flash_kernels(q, k, v)
