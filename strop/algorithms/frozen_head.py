@@ -79,7 +79,7 @@ class _Rows:
         self.temperature = options.temperature
         self._kernels = options.kernels
         self.logits = hidden.new_empty(min(len(hidden), options.chunk), len(weight))
-        self.log_probs = torch.empty(len(hidden))
+        self.log_probs = torch.empty(len(hidden), dtype=torch.float32)
         self.entropy: Tensor | None = None
         if options.want_entropy:
             self.entropy = torch.empty_like(self.log_probs)
@@ -98,7 +98,7 @@ class _Rows:
         self.log_probs[at], normaliser, entropy = found
         if self.entropy is not None and entropy is not None:
             self.entropy[at] = entropy
-        ones = torch.ones(len(labels))
+        ones = torch.ones(len(labels), dtype=torch.float32)
         slopes = self._kernels.slopes(
             logits, labels, normaliser, None, ones, None, temperature=temperature, dtype=logits.dtype
         )

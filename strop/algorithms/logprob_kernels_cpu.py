@@ -41,9 +41,9 @@ def statistics(
     assert library is not None and logits.stride(1) == 1
     rows, vocabulary = logits.shape
     labels = labels.contiguous()
-    log_probs = torch.empty(rows)
-    normaliser = torch.empty(rows, 2)
-    entropies = torch.empty(rows) if want_entropy else None
+    log_probs = torch.empty(rows, dtype=torch.float32)
+    normaliser = torch.empty(rows, 2, dtype=torch.float32)
+    entropies = torch.empty(rows, dtype=torch.float32) if want_entropy else None
     library.strop_row_statistics(
         logits.data_ptr(),
         labels.data_ptr(),

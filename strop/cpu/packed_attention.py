@@ -71,13 +71,14 @@ class _Sequences:
     def __init__(self, library: ctypes.CDLL, bounds: Tensor, longest: int, scale: float) -> None:
         self._library = library
         self._bounds = bounds.to(torch.int32).contiguous()
+        self._tokens = int(bounds[-1])
         self._longest = longest
         self._scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the heads [N, heads, D] see, and log Σ exp(score) [heads, N]."""
-        out = torch.empty(q.shape, dtype=q.dtype)
-        lse = torch.empty(q.shape[1], len(q))
+        out = self._empty(q)
+        lse = torch.empty(q.shape[1], len(q), dtype=torch.float32)
         given = [states.data_ptr() for states in (q, k, v)]
         scratch = self._scratch(q)
         self._library.strop_attention(
@@ -95,7 +96,7 @@ class _Sequences:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of queries, keys and values."""
-        found = [torch.empty(states.shape, dtype=states.dtype) for states in (q, k, v)]
+        found = [self._empty(states) for states in (q, k, v)]
         scratch = self._scratch(q)
         self._library.strop_attention_backward(
             *(states.data_ptr() for states in (q, k, v, out, grad)),
@@ -107,6 +108,12 @@ class _Sequences:
             *self._work(q, k, scratch),
         )
         return found[0], found[1], found[2]
+
+    def _empty(self, states: Tensor) -> Tensor:
+        """Memory for numbers like these; zeros behind the last sequence."""
+        found = torch.empty(states.shape, dtype=states.dtype)
+        found[self._tokens :] = 0
+        return found
 
     def _scratch(self, q: Tensor) -> Tensor:
         """[threads, bytes]"""

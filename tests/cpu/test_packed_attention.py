@@ -102,6 +102,12 @@ def test_a_longer_sequence_does_not_change_the_beginning() -> None:
         assert torch.equal(part, whole[:length])
 
 
+def test_what_is_behind_the_last_sequence_is_zero() -> None:
+    states = drawn(40, 2, 2, 64)
+    found = ours(states, (3, 30))
+    assert all(one.abs().sum() > 0 and torch.equal(one[33:], torch.zeros_like(one[33:])) for one in found)
+
+
 def test_large_scores_give_finite_numbers() -> None:
     q, k, v = drawn(64, 2, 2, 64)
     found = ours([one.detach().mul(30).requires_grad_() for one in (q, k, v)], (64,))

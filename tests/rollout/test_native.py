@@ -283,7 +283,7 @@ def test_kernels_over_packed_prompts_change_nothing(
             return torch.cat(parts)
 
     monkeypatch.setattr(attention, "DEVICES", ("cpu",))
-    monkeypatch.setattr(attention, "varlen_kernel", lambda q, k, v: kernel)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda *_: kernel)
     monkeypatch.setattr(attention, "flash_kernels", lambda q, k, v: Flash)
     engine = NativeEngine(model)
     assert ids(engine.generate(requests, sampling)) == ids(expected)

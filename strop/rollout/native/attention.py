@@ -166,8 +166,8 @@ class Prefill:
         k = key[0].transpose(0, 1)
         v = value[0].transpose(0, 1)
         k, v = self.cache.tensors.write(layer, self.slots, k, v)
-        plain_heads = options.is_plain and k.shape[2] == v.shape[2]
-        if q.device.type in DEVICES and plain_heads and self._causal:
+        fits = options.is_plain and k.shape[2] == v.shape[2] and self._causal
+        if fits and (q.device.type in DEVICES or (self._from_start and q.dtype == torch.bfloat16)):
             out = self._in_one_kernel(layer, q, k, v, options)
             if out is not None:
                 return out[None]
@@ -190,7 +190,7 @@ class Prefill:
         """All chunks in one kernel, or None if there is no kernel for such heads."""
         more = {"scale": options.scale, "window": options.window}
         if self._from_start:
-            kernel: Callable[..., Tensor] | None = varlen_kernel(q, k, v)
+            kernel: Callable[..., Tensor] | None = varlen_kernel(q, k, v, options.window)
             if kernel is None:
                 return None
             return kernel(q, k, v, self._bounds, self._longest, **more)
