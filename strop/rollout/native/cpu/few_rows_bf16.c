@@ -2,15 +2,13 @@
 
    A decode step reads all weights and computes little with each, so a product must read memory without a
    pause. Weights are packed in tiles of 16 outputs (a panel) and DEPTH inputs, in which pairs of inputs of the
-   outputs lie side by side. Rows are packed in the same way, in blocks of up to two tiles. Four tiles of sums
-   are in registers: those of two tiles of rows with two panels, or those of one tile with four panels.
+   outputs lie side by side. Rows are packed in the same way, in blocks of one or two tiles. Four tiles of sums
+   are in registers: those of one tile of rows with four panels, or those of two tiles with two panels. They stay
+   there for CHUNK inputs of a block and wait in the L2 cache meanwhile.
 
-   They stay there for CHUNK inputs of a block and wait in the L2 cache meanwhile; the weights of these inputs
-   are in the cache for the next block. Weights lie in the order in which they are read. With one tile of rows
-   the processor fetches them early enough by itself. With more, the products of a tile take so long that it
-   does not look far enough ahead, so the first lines of later tiles are asked for; it adds those that follow.
-   Numbers are summed in float32 in the order of the inputs, so a result does not depend on the number of
-   threads or of rows.
+   The first block has one tile: its products are so few that the processor reads weights, which lie in the order
+   in which they are used, as fast as memory gives them. The other blocks find them in the L2 cache. Numbers are
+   summed in float32 in the order of the inputs, so a result does not depend on the number of threads or of rows.
 
    A LoRA adapter is added in the same call: low = scale x A^T is computed before the panels and rounded to
    bf16, and low B^T is one more chunk. */
@@ -18,23 +16,15 @@
 #include "tiles.h"
 
 enum {
-    BLOCK = 2 * SIDE,     /* rows */
+    BLOCK = 2 * SIDE,     /* most rows of a block */
     PART = 2 * TILE,      /* numbers of a block with the same inputs */
     CHUNK = 28,           /* tiles of inputs */
     MOST_GROUP = 16,      /* panels of a group */
     SUM = SIDE * SIDE,    /* numbers of a tile of sums */
     SUMS = BLOCK * SIDE,  /* of a block with a panel */
-    LINE = 64,            /* bytes of a cache line */
-    LINES = TILE / LINE,  /* half of a tile */
-    AHEAD = 8192, /* bytes between the weights in use and those that are fetched */
 };
 
 typedef uint16_t bf16;
-
-static inline __attribute__((always_inline)) void fetch(const bf16 *weights) {
-    for (int line = 0; line < LINES; line++)
-        _mm_prefetch((const char *)weights + AHEAD + line * LINE, _MM_HINT_T1);
-}
 
 /* sums [4][SIDE][SIDE]. `fresh`: they are 0. */
 static inline void load_sums(const float *sums, int fresh) {
@@ -73,16 +63,13 @@ static inline void add_four_panels(const bf16 *x, const bf16 *w, ptrdiff_t parts
     }
 }
 
-/* sums += x w^T for two tiles of rows and two panels. `first_read`: the weights come from memory. */
-static inline void add_two_panels(const bf16 *x, const bf16 *first, const bf16 *second, ptrdiff_t parts,
-                                  int first_read) {
+/* sums += x w^T for two tiles of rows and two panels */
+static inline void add_two_panels(const bf16 *x, const bf16 *first, const bf16 *second, ptrdiff_t parts) {
     for (; parts > 0; parts--, x += PART, first += TILE, second += TILE) {
         _tile_loadd(4, x, 64);
         _tile_loadd(6, first, 64);
-        if (first_read) fetch(first);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, second, 64);
-        if (first_read) fetch(second);
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, x + TILE, 64);
         _tile_dpbf16ps(2, 5, 6);
@@ -125,8 +112,21 @@ ptrdiff_t strop_packed_size(ptrdiff_t outs, ptrdiff_t ins) {
     return w.groups * w.group * w.parts * TILE;
 }
 
+/* The blocks of so many rows: the first has one tile, the others two, the last one or two */
+ptrdiff_t strop_blocks(ptrdiff_t rows) { return 1 + divided(rows, SIDE) / 2; }
+
+static inline ptrdiff_t first_row(ptrdiff_t block) { return block ? (2 * block - 1) * SIDE : 0; }
+
+static inline int tiles_of(ptrdiff_t block, ptrdiff_t rows) {
+    return block && rows - first_row(block) > SIDE ? 2 : 1;
+}
+
+static inline ptrdiff_t rows_of(ptrdiff_t block, ptrdiff_t rows) {
+    return smaller(rows - first_row(block), tiles_of(block, rows) * SIDE);
+}
+
 /* float32 numbers that each thread needs for so many rows */
-ptrdiff_t strop_sums_size(ptrdiff_t rows) { return divided(rows, BLOCK) * MOST_GROUP * SUMS; }
+ptrdiff_t strop_sums_size(ptrdiff_t rows) { return strop_blocks(rows) * MOST_GROUP * SUMS; }
 
 /* tile [SIDE][DEPTH]: the first rows and columns of `from`, zeros where it has none */
 static inline void copy_tile(const bf16 *from, bf16 *tile, ptrdiff_t rows, ptrdiff_t columns,
@@ -164,13 +164,13 @@ void strop_pack(const bf16 *weight, bf16 *packed, ptrdiff_t outs, ptrdiff_t ins,
 /* sums [panels][SUMS] of a block += x w^T over a chunk, for some panels of a group from `panel` on: two, or
    four if the block has one tile of rows; sums_of finds them. */
 static inline void add_panels(const bf16 *x, const bf16 *w, ptrdiff_t chunk, ptrdiff_t panel, int tiles,
-                              int fresh, int first_read, float *sums) {
+                              int fresh, float *sums) {
     float *own = sums + panel * tiles * SUM;
     load_sums(own, fresh);
     if (tiles == 1)
         add_four_panels(x, w, chunk);
     else
-        add_two_panels(x, w, w + chunk * TILE, chunk, first_read);
+        add_two_panels(x, w, w + chunk * TILE, chunk);
     store_sums(own);
 }
 
@@ -181,21 +181,18 @@ static inline const float *sums_of(const float *sums, ptrdiff_t tile, ptrdiff_t 
     return sums + (panel / 2 * 4 + tile * 2 + panel % 2) * SUM;
 }
 
-/* Tiles of rows of a block that begins with `row` */
-static inline int tiles_of(ptrdiff_t rows, ptrdiff_t row) { return rows - row > SIDE ? 2 : 1; }
-
-/* sums [blocks][group][SUMS] += x w^T of all rows with a group */
+/* sums [blocks][group][SUMS] += x w^T of the blocks from `first` to `last` with a group */
 static void add_group(const bf16 *x, const bf16 *packed, struct layout w, ptrdiff_t group, ptrdiff_t rows,
-                      ptrdiff_t x_parts, int fresh, float *sums) {
+                      ptrdiff_t first, ptrdiff_t last, int fresh, float *sums) {
     for (ptrdiff_t part = 0; part < w.parts; part += CHUNK) {
         const bf16 *weights = packed + place_of(w, group, part);
         ptrdiff_t chunk = smaller(CHUNK, w.parts - part);
         for (ptrdiff_t four = 0; four < w.group; four += 4)
-            for (ptrdiff_t row = 0; row < rows; row += BLOCK) {
-                int tiles = tiles_of(rows, row);
+            for (ptrdiff_t block = first; block < last; block++) {
+                int tiles = tiles_of(block, rows);
                 for (ptrdiff_t panel = four; panel < four + 4; panel += tiles == 1 ? 4 : 2)
-                    add_panels(x + (row / BLOCK * x_parts + part) * PART, weights + panel * chunk * TILE, chunk, panel,
-                               tiles, fresh && part == 0, row == 0, sums + row / BLOCK * w.group * SUMS);
+                    add_panels(x + (block * w.parts + part) * PART, weights + panel * chunk * TILE, chunk, panel,
+                               tiles, fresh && part == 0, sums + (block - first) * w.group * SUMS);
             }
     }
 }
@@ -210,9 +207,8 @@ static inline void store(bf16 *to, __mmask16 mask, __m512 numbers) {
 }
 
 /* y [rows][outs] of a block gets its sums with a group, and the bias. */
-static void write_block(const float *sums, const bf16 *bias, bf16 *y, ptrdiff_t rows, ptrdiff_t outs,
+static void write_block(const float *sums, const bf16 *bias, bf16 *y, ptrdiff_t rows, ptrdiff_t outs, int tiles,
                         struct layout w, ptrdiff_t group) {
-    int tiles = tiles_of(rows, 0);
     for (ptrdiff_t panel = 0; panel < w.group; panel++) {
         ptrdiff_t out = (group * w.group + panel) * SIDE;
         if (out >= outs) break;
@@ -231,16 +227,15 @@ static void write_block(const float *sums, const bf16 *bias, bf16 *y, ptrdiff_t 
 static void multiply_low(const bf16 *x, const bf16 *a, bf16 *low, ptrdiff_t rows, struct layout w,
                          ptrdiff_t low_parts, float scale, float *sums) {
 #pragma omp for schedule(static)
-    for (ptrdiff_t task = 0; task < divided(rows, BLOCK) * w.groups; task++) {
-        ptrdiff_t first = task / w.groups * BLOCK;
+    for (ptrdiff_t task = 0; task < strop_blocks(rows) * w.groups; task++) {
+        ptrdiff_t block = task / w.groups;
         ptrdiff_t group = task % w.groups;
-        ptrdiff_t left = smaller(rows - first, BLOCK);
-        int tiles = tiles_of(left, 0);
-        add_group(x + first / BLOCK * w.parts * PART, a, w, group, left, w.parts, 1, sums);
+        int tiles = tiles_of(block, rows);
+        add_group(x, a, w, group, rows, block, block + 1, 1, sums);
         for (ptrdiff_t panel = 0; panel < w.group; panel++) {
             ptrdiff_t column = (group * w.group + panel) * SIDE;
             if (column >= low_parts * DEPTH) break;
-            bf16 *to = low + (first / BLOCK * low_parts + column / DEPTH) * PART + column % DEPTH;
+            bf16 *to = low + (block * low_parts + column / DEPTH) * PART + column % DEPTH;
             for (ptrdiff_t tile = 0; tile < tiles; tile++) {
                 const float *from = sums_of(sums, tile, panel, tiles);
                 for (ptrdiff_t row = 0; row < SIDE; row++)
@@ -260,8 +255,8 @@ void strop_linear(const bf16 *x, bf16 *scratch, float *sums, const bf16 *packed,
     extern int omp_get_thread_num(void);
     struct layout w = layout_of(outs, ins);
     struct layout b_layout = layout_of(outs, rank);
-    ptrdiff_t low_parts = b_layout.parts;
-    bf16 *low = scratch + divided(rows, BLOCK) * w.parts * PART;
+    ptrdiff_t blocks = strop_blocks(rows);
+    bf16 *low = scratch + blocks * w.parts * PART;
 #pragma omp parallel num_threads(threads)
     {
         struct tile_settings found;
@@ -269,18 +264,20 @@ void strop_linear(const bf16 *x, bf16 *scratch, float *sums, const bf16 *packed,
         begin_tiles(&found);
 #pragma omp for schedule(static)
         for (ptrdiff_t part = 0; part < w.parts; part++)
-            for (ptrdiff_t row = 0; row < rows; row += SIDE)
-                copy_tile(x + row * ins + part * DEPTH,
-                          scratch + (row / BLOCK * w.parts + part) * PART + row % BLOCK / SIDE * TILE,
-                          rows - row, ins - part * DEPTH, ins);
-        if (rank) multiply_low(scratch, a, low, rows, layout_of(rank, ins), low_parts, scale, own);
+            for (ptrdiff_t block = 0; block < blocks; block++)
+                for (ptrdiff_t tile = 0; tile < tiles_of(block, rows); tile++) {
+                    ptrdiff_t row = first_row(block) + tile * SIDE;
+                    copy_tile(x + row * ins + part * DEPTH, scratch + (block * w.parts + part) * PART + tile * TILE,
+                              rows - row, ins - part * DEPTH, ins);
+                }
+        if (rank) multiply_low(scratch, a, low, rows, layout_of(rank, ins), b_layout.parts, scale, own);
 #pragma omp for schedule(static)
         for (ptrdiff_t group = 0; group < w.groups; group++) {
-            add_group(scratch, packed, w, group, rows, w.parts, 1, own);
-            if (rank) add_group(low, b, b_layout, group, rows, low_parts, 0, own);
-            for (ptrdiff_t row = 0; row < rows; row += BLOCK)
-                write_block(own + row / BLOCK * w.group * SUMS, bias, y + row * outs, smaller(rows - row, BLOCK),
-                            outs, w, group);
+            add_group(scratch, packed, w, group, rows, 0, blocks, 1, own);
+            if (rank) add_group(low, b, b_layout, group, rows, 0, blocks, 0, own);
+            for (ptrdiff_t block = 0; block < blocks; block++)
+                write_block(own + block * w.group * SUMS, bias, y + first_row(block) * outs, rows_of(block, rows), outs,
+                            tiles_of(block, rows), w, group);
         }
         end_tiles(&found);
     }

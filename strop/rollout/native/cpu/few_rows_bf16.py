@@ -34,6 +34,8 @@ def _functions() -> ctypes.CDLL | None:
     library.strop_packed_size.restype = size
     library.strop_sums_size.argtypes = [size]
     library.strop_sums_size.restype = size
+    library.strop_blocks.argtypes = [size]
+    library.strop_blocks.restype = size
     library.strop_pack.argtypes = [address, address, size, size, ctypes.c_int]
     library.strop_pack.restype = None
     library.strop_linear.argtypes = [*[address] * 7, ctypes.c_float, size, address, size, size, size]
@@ -118,7 +120,7 @@ class PackedBf16Weight:
             scale = adapter.scale
             addresses = [packed.data_ptr() for packed in adapter.packed()]
         columns = _DEPTH * (-(-self.ins // _DEPTH) + -(-rank // _DEPTH))
-        scratch = states.new_empty(-(-rows // _BLOCK) * _BLOCK * columns)
+        scratch = states.new_empty(self._library.strop_blocks(rows) * _BLOCK * columns)
         threads = torch.get_num_threads()
         sums = torch.empty(threads * self._library.strop_sums_size(rows), dtype=torch.float32)
         self._library.strop_linear(
