@@ -55,10 +55,11 @@ def ours(states: list[Tensor], lengths: tuple[int, ...], scale: float | None = N
     return [out.detach(), *torch.autograd.grad(out, states, above(out))]
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("heads", [(7, 1), (4, 4), (6, 2)], ids=str)
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_it_is_as_exact_as_torch(size: int, heads: tuple[int, int], scale: float | None) -> None:
+@pytest.mark.parametrize("sharpness", [None, 2.4])
+def test_it_is_as_exact_as_torch(size: int, heads: tuple[int, int], sharpness: float | None) -> None:
+    scale = None if sharpness is None else sharpness * size**-0.5
     states = drawn(sum(LENGTHS), *heads, size)
     bounds = bounds_of(LENGTHS)
     found = ours(states, LENGTHS, scale)

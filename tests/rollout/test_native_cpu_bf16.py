@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from strop.cpu import packed_attention
 from strop.models.lora import adapted_layers
 from strop.models.patches import sampling_patches
 from strop.rollout.base import Completion, Request, Sampling
@@ -314,8 +315,18 @@ def test_a_model_of_ordinary_width_is_sampled_with_all_of_them(
         return plain(logits, *given)
 
     monkeypatch.setattr(draw, "draw", watched)
+    prompt_tokens: list[int] = []
+    attend = packed_attention.packed_attention
+
+    def attend_prompts(q: Tensor, *given: Any, **options: Any) -> Tensor:
+        prompt_tokens.append(len(q))
+        return attend(q, *given, **options)
+
+    monkeypatch.setattr(packed_attention, "packed_attention", attend_prompts)
     engine = NativeEngine(model)
     groups = engine.generate([Request(prompt, n=2) for prompt in PROMPTS], Sampling(max_tokens=40))
+    probe = torch.zeros(1, 1, 64, dtype=dtype)
+    assert bool(prompt_tokens) == packed_attention.takes(probe, probe, probe)
     assert min(calls.values()) > 0 and drawn and engine.borrowed_model.packed.changes
     assert {decode_attention.NAME, "rms_norm_cpu"} <= set(sampling_patches(model))
     assert_as_exact_as_torch(model, groups)
