@@ -4,8 +4,8 @@
 
 Each pair of --rows and --context is one case: so many rows, each with a prompt of its own of that length,
 sample 96 tokens; steps in the middle are profiled. Prints one JSON line per case with the seconds of a step
-without the profiler, the bytes that a step must read (weights and KV cache) with the time this takes at
---bandwidth, and the kernels.
+without the profiler, the bytes that a step must read (16-bit weights and the KV cache) with the time this
+takes at --bandwidth, and the kernels.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def case(model: Any, rows: int, context: int, options: argparse.Namespace) -> di
         max_model_len=context + _TOKENS + 1,
         max_num_seqs=rows,
         speculation=speculation,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     requests = [Request(ids, n=1, max_tokens=_TOKENS) for ids in prompts]
     clock = Clock(options.device)
@@ -128,8 +130,12 @@ def case(model: Any, rows: int, context: int, options: argparse.Namespace) -> di
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
     cache = rows * (context + _TOKENS // 2) * per_token * next(model.parameters()).element_size()
+    if options.kv_cache_dtype != "auto":
+        cache //= 2
     return {
         "shape": options.shape,
+        "quantization": options.quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "rows": rows,
         "context": context,
         "drafts": options.drafts,
@@ -155,6 +161,8 @@ def main() -> None:
     parser.add_argument(
         "--drafts", type=int, default=0, help="passes of speculation with so many drafts a row"
     )
+    parser.add_argument("--quantization", choices=("fp8", "int8"), help="of the weights")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--most", type=int, default=30, help="kernels printed")
     options = parser.parse_args()
     model = load(options)

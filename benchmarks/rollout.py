@@ -373,7 +373,7 @@ class Vllm:
             "eager": name.endswith("-eager"),
             "memory": options.vllm_memory,
             "cache_bytes": cache_bytes(options),
-            "warm_up_tokens": options.warm_up_tokens,
+            "warm_up_tokens": options.vllm_warm_up_tokens or options.warm_up_tokens,
             "settings": json.loads(options.vllm_settings),
             **(more or {}),
         }
@@ -473,6 +473,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--warm-up-tokens", type=int, help="most new tokens of a completion in the first round"
+    )
+    parser.add_argument(
+        "--vllm-warm-up-tokens",
+        type=int,
+        help="the same for vLLM, which records its CUDA graphs when it starts",
     )
     parser.add_argument("--speculation", default="off", choices=("off", "on", "auto"))
     parser.add_argument(

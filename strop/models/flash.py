@@ -5,8 +5,8 @@ training are those it was sampled with only where every part of both passes roun
 order. Matrix products do: what they give for a row does not depend on the other rows. Attention does if keys
 are taken in the same blocks, counted from the beginning of the sequence, one after the other, with the same
 arithmetic. `absorb` is that arithmetic; the decode kernel of the rollout engine (rollout/native/kernels.py)
-is built from it too. Every SEGMENT keys are summed for themselves and `joined` in order, so that different
-programs may compute the segments of one long sequence. The backward pass is torch's own.
+is built from it and its parts. Every SEGMENT keys are summed for themselves and `joined` in order, so that
+different programs may compute the segments of one long sequence. The backward pass is torch's own.
 
 This file needs Triton and is imported only where a GPU is.
 """
@@ -33,23 +33,37 @@ _QUERIES = 64
 
 
 @triton.jit
-def absorb(scores, v, top, total, mixed, scale, powers=None):
-    """Take one block of keys into the running softmax of each row: `top` is its largest score so far, `total`
-    the sum of exp2((score - top) · scale), `mixed` that sum weighted with the values. Hidden keys have a
-    score of -inf. The values are times `powers`, if there are any."""
+def weigh(scores, top, total, scale):
+    """The part of `absorb` before the values. Also returns the weights of the keys of this block, and the
+    factor of the sums so far."""
     higher = tl.maximum(top, tl.max(scores, 1))
     # A row that has seen nothing yet keeps zeros.
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(tl.fma(scores, scale, -(safe * scale)[:, None]))
     fade = tl.exp2((top - safe) * scale)
     total = tl.fma(total, fade, tl.sum(p, 1))
+    return higher, total, p, fade
+
+
+@triton.jit
+def absorb(scores, v, top, total, mixed, scale, powers=None):
+    """Take one block of keys into the running softmax of each row: `top` is its largest score so far, `total`
+    the sum of exp2((score - top) · scale), `mixed` that sum weighted with the values. Hidden keys have a
+    score of -inf. The values are times `powers`, if there are any."""
+    top, total, p, fade = weigh(scores, top, total, scale)
+    mixed = mix(p, v, mixed * fade[:, None], powers)
+    return top, total, mixed
+
+
+@triton.jit
+def mix(p, v, mixed, powers=None):
+    """Add values with the weights p to `mixed`."""
     if powers is not None:
         if v.dtype == tl.float16:  # small weights would lose digits in its range
             v *= powers.to(v.dtype)[:, None]
         else:
             p *= powers[None, :]
-    mixed = tl.dot(p.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
-    return higher, total, mixed
+    return tl.dot(p.to(v.dtype), v, mixed, input_precision="ieee")
 
 
 @triton.jit

@@ -18,15 +18,22 @@ from torch.autograd.function import once_differentiable
 
 
 @triton.jit
-def _norm(x, weight, out, size, stride, eps, BLOCK: tl.constexpr):
+def _norm(x, weight, out, size, heads, token_stride, head_stride, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    narrow = scaled.to(x.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + column, (narrow * factor).to(out.dtype.element_ty), mask=inside)
+    source = x + row // heads * token_stride + row % heads * head_stride
+    values = tl.load(source + column, mask=inside, other=0.0)
+    factor = tl.load(weight + column, mask=inside, other=0.0)
+    tl.store(out + row * size + column, normed(values, factor, size, eps, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normed(values, factor, size, eps, kind: tl.constexpr):
+    """One row of a norm, zeros behind its end, in the dtype `kind`."""
+    wide = values.to(tl.float32)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    return (scaled.to(values.dtype).to(tl.float32) * factor.to(tl.float32)).to(kind)
 
 
 @triton.jit
@@ -56,20 +63,29 @@ def _norm_back(
     tl.store(partial + program * size + column, grad_weight, mask=inside)
 
 
+def _normalized(x: Tensor, weight: Tensor, eps: float, out: torch.dtype) -> Tensor:
+    """Of any x [..., size]; of [B, T, heads, size] also where the heads are a part of a wider tensor."""
+    result = torch.empty(x.shape, dtype=out, device=x.device)
+    apart = x.dim() == 4 and x.stride(3) == 1 and not x.is_contiguous()
+    rows = x.flatten(0, 1) if apart else _rows(x)[:, None]
+    tokens, heads, size = rows.shape
+    block = triton.next_power_of_2(size)
+    _norm[(tokens * heads,)](
+        rows, weight, result, size, heads, rows.stride(0), rows.stride(1), eps,
+        BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return result
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, out: torch.dtype) -> Tensor:
-        size = x.shape[-1]
-        flat = _rows(x)
-        result = torch.empty(x.shape, dtype=out, device=x.device)
-        block = triton.next_power_of_2(size)
-        _norm[(len(flat),)](
-            flat, weight, result, size, flat.stride(0), eps, BLOCK=block, num_warps=_warps(block)
-        )
+        flat = _rows(x)  # saved as a view of q, k and v, it would keep all of them
+        result = _normalized(flat, weight, eps, out)
         ctx.save_for_backward(flat, weight)
         ctx.eps = eps
         ctx.shape = x.shape
-        return result
+        return result.view(x.shape)
 
     @staticmethod
     @once_differentiable
@@ -105,7 +121,10 @@ def _rows(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: torch.dtype | None = None) -> Tensor:
     """weight · x / sqrt(mean(x²) + eps) over the last axis, as Llama and its relatives define it."""
-    result: Tensor = _RmsNorm.apply(x, weight, eps, out or torch.promote_types(x.dtype, weight.dtype))
+    dtype = out or torch.promote_types(x.dtype, weight.dtype)
+    if not torch.is_grad_enabled():
+        return _normalized(x, weight, eps, dtype)
+    result: Tensor = _RmsNorm.apply(x, weight, eps, dtype)
     return result
 
 
@@ -235,11 +254,17 @@ def _gate(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    x = tl.load(gate + row * gate_row + at, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(up + row * up_row + at, mask=inside, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
-    silu = (x / (1 + tl.exp(-x))).to(kind).to(tl.float32)
-    tl.store(out + row * width + at, (silu * factor).to(kind), mask=inside)
+    x = tl.load(gate + row * gate_row + at, mask=inside, other=0.0)
+    factor = tl.load(up + row * up_row + at, mask=inside, other=0.0)
+    tl.store(out + row * width + at, gated(x, factor, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated(x, factor, kind: tl.constexpr):
+    """silu(x) · factor in the dtype `kind`."""
+    wide = x.to(tl.float32)
+    silu = (wide / (1 + tl.exp(-wide))).to(kind).to(tl.float32)
+    return (silu * factor.to(tl.float32)).to(kind)
 
 
 @triton.jit

@@ -244,7 +244,7 @@ ROLLOUT_NAMES = (
     "eval_mode",
     "residual_in_place",
     "fp32_head",
-    *("fused_qkv", "fused_lora"),
+    *("few_rows", "fused_qkv", "fused_lora"),
     "state_precision",
     *("rms_norm_cpu", "gated_mlp_cpu", "rotary_cpu", "packed_linear", "decode_attention"),
     DELTA_RULE,

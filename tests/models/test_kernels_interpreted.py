@@ -201,6 +201,57 @@ def test_small_parts_are_their_formulas_with_their_gradients():
         )
 
 
+def test_heads_that_are_views_are_normalised_where_they_are(monkeypatch):
+    from strop.models import kernels
+
+    whole = torch.randn(2, 3, 100)
+    queries = whole[..., 10:74].unflatten(2, (4, 16))
+    weight = torch.randn(16)
+    expected = plain_norm(queries, weight)
+    torch.testing.assert_close(kernels.rms_norm(queries, weight, 1e-6), expected)  # with gradients
+    monkeypatch.setattr(torch.Tensor, "contiguous", None)  # nothing is copied
+    with torch.no_grad():
+        torch.testing.assert_close(kernels.rms_norm(queries, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_few_rows_times_a_weight(parts):
+    from strop.models.projections import few_row_kernels
+
+    torch.manual_seed(0)
+    rows, weight = torch.randn(5, 512, dtype=torch.float16), torch.randn(192, 512, dtype=torch.float16) / 20
+    pairs = zip(rows.double().chunk(parts, 1), weight.double().chunk(parts, 1), strict=True)
+    expected = torch.stack([a @ b.t() for a, b in pairs])
+    for given in (rows, torch.cat([rows, rows], 1)[:, 512:]):
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
+            found = few_row_kernels.product(given, weight, parts, dtype)
+            assert found.dtype == dtype and (found - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("dtype, largest", [(torch.int8, 127.0), (torch.float8_e4m3fn, 448.0)])
+def test_norms_and_gates_quantise_what_they_return(dtype, largest):
+    from strop.models import kernels
+    from strop.rollout.native.quantization import kernels as quantization
+
+    torch.manual_seed(0)
+    x = torch.randn(5, 96, dtype=torch.float16)[:, :80]
+    x[3] = 0
+    weight, up = torch.randn(80, dtype=torch.float16), torch.randn(5, 80, dtype=torch.float16)
+    for plain, quick in (
+        (
+            kernels.rms_norm(x, weight, 1e-6),
+            lambda *short: quantization.norm_and_quantize(x, weight, 1e-6, *short, largest),
+        ),
+        (kernels.gated_silu(x, up), lambda *short: quantization.gate_and_quantize(x, up, *short, largest)),
+    ):
+        values, scales = torch.empty(5, 80, dtype=dtype), torch.empty(5)
+        quantization.quantize_rows(plain, values, scales, largest)
+        found = [torch.empty_like(one) for one in (plain, values, scales)]
+        quick(*found)
+        for one, other in zip(found, (plain, values, scales), strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_partial_products_are_added_from_the_left(in_place):
     from strop.models import kernels
@@ -437,11 +488,9 @@ def test_numbers_are_shortened_as_in_plain_torch():
     kernels.store(x, x, keys, values, rows * 0, rows[:, None].to(torch.int32), tuple(powers))
     finite = torch.ones(24, dtype=torch.bool)
     finite[2:4] = False
-    assert torch.equal(keys.view(torch.uint8)[finite], numbers[finite])
-    assert torch.equal(values.view(torch.uint8)[finite], numbers[finite])
-    assert torch.equal(powers[0][finite], exponents[finite])
-    for found in (cache.from_8_bits(keys.view(torch.uint8), powers[0], torch.float32), keys.float()):
-        assert found[2, 0, 0, 3].isnan() and found[3, 0, 0, 5].isnan()
+    assert torch.equal(keys.view(torch.uint8), numbers) and torch.equal(values.view(torch.uint8), numbers)
+    assert torch.equal(powers[0], exponents) and torch.equal(powers[1], exponents)
+    assert cache.from_8_bits(numbers, exponents, torch.float32)[~finite].isnan().all()
     exact = cache.from_8_bits(numbers, exponents, torch.float32)[finite]
     assert ((exact - x[finite]).abs() <= x[finite].abs().amax(-1, keepdim=True) / 16).all()
 
@@ -487,3 +536,50 @@ def test_a_cache_of_8_bits_gives_the_bits_of_a_wide_one_with_the_same_numbers(
         q[at], keys, values, mine, max(sizes), origins, table, exponents, window=window
     )
     assert torch.equal(pieces, together[at])
+
+
+def test_every_number_of_8_bits_is_read_as_it_is():
+    """All codes that are stored, in a decode step and in a prefill that goes on, beside a wide cache."""
+    from strop.models.flash import continued_attention
+    from strop.rollout.native.kernels import decode_attention
+    from strop.rollout.native.quantization.cache import from_8_bits, in_8_bits
+
+    torch.manual_seed(0)
+    codes = torch.randint(256, (2, 3, 2, 64, 32), dtype=torch.uint8)
+    codes[codes & 127 == 127] = 0
+    assert len(codes.unique()) == 254
+    exponents = torch.randint(112, 120, (2, 3, 2, 64, 1), dtype=torch.uint8)
+    short = [x.view(torch.float8_e4m3fn) for x in codes]
+    wide = list(from_8_bits(codes, exponents, torch.float16))
+    query, *new = (torch.randn(1, n, 1, 32, dtype=torch.float16) for n in (6, 2, 2))
+    stored = [from_8_bits(*in_8_bits(x), torch.float16) for x in new]
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    at = torch.tensor([180])
+    expected = decode_attention(query, *stored, *wide, at, table, 192)
+    found = decode_attention(query, *new, *short, at, table, 192, exponents=tuple(exponents))
+    assert torch.equal(found, expected)
+    bounds = torch.tensor([0, 30], dtype=torch.int32)
+    queries = torch.randn(30, 6, 32, dtype=torch.float16)
+    begin = torch.tensor([150])
+    expected = continued_attention(queries, *wide, bounds, 30, begin, table)
+    found = continued_attention(queries, *short, bounds, 30, begin, table, tuple(exponents))
+    assert torch.equal(found, expected)
+
+
+def test_vectors_that_are_not_finite_are_seen():
+    from strop.rollout.native.kernels import decode_attention
+    from strop.rollout.native.quantization.cache import in_8_bits
+
+    torch.manual_seed(0)
+    keys, values = (in_8_bits(torch.randn(3, 2, 64, 32, dtype=torch.float16)) for _ in range(2))
+    numbers = [x[0].view(torch.float8_e4m3fn) for x in (keys, values)]
+    query, key, value = (torch.randn(3, n, 1, 32, dtype=torch.float16) for n in (4, 2, 2))
+    key[0, 0, 0, 3], value[1, 1, 0, 5] = torch.nan, torch.inf
+    at, table = torch.tensor([40] * 3), torch.arange(3, dtype=torch.int32)[:, None]
+    out = decode_attention(query, key, value, *numbers, at, table, 64, exponents=(keys[1], values[1]))
+    assert out[:, 0].isnan().all(-1).tolist() == [
+        [True, True, False, False],
+        [False, False, True, True],
+        [False] * 4,
+    ]
+    assert out[2].isfinite().all()

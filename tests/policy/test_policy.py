@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from strop.backends.base import Outputs
+from strop.backends.base import Outputs, use_deterministic_kernels
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.models.build import has_bf16_instructions
 from strop.policy.batches import Datum, StepOutput
@@ -350,10 +350,21 @@ def test_only_the_adapter_that_computes_is_on_the_device(task: Path, monkeypatch
         assert during == [{"default"}, {"b"}]
 
 
+@pytest.fixture
+def _full_determinism() -> Iterator[None]:
+    before = torch.backends.cudnn.deterministic
+    use_deterministic_kernels()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = before
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_full_determinism")
+@pytest.mark.filterwarnings("ignore:.*deterministic")
 def test_offload_changes_no_number_of_adapters_in_turn(task: Path) -> None:
-    """All runs learn from the same samples. The second run without offload shows whether the device gives the
-    same bits twice."""
+    """All runs learn from the same samples. In float32 torch's attention and index_add_ add gradients in any
+    order, so two runs have the same bits with full_determinism only."""
     found = []
     data: list[Datum] = []
     for keys in ({}, {}, OFFLOADED):

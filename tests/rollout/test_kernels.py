@@ -144,6 +144,60 @@ def test_a_cache_of_8_bits_gives_the_bits_of_a_wide_one_with_the_same_numbers(si
     assert torch.equal(later, together[1000:])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_every_number_of_8_bits_is_read_as_it_is(size, dtype):
+    """All codes that are stored, in a decode step and in a prefill that goes on, beside a wide cache."""
+    from strop.models.flash import continued_attention
+    from strop.rollout.native.kernels import decode_attention
+    from strop.rollout.native.quantization.cache import from_8_bits, in_8_bits
+
+    torch.manual_seed(0)
+    codes = torch.randint(256, (2, 3, 2, 64, size), device=DEVICE, dtype=torch.uint8)
+    codes[codes & 127 == 127] = 0
+    assert len(codes.unique()) == 254
+    exponents = torch.randint(112, 120, (2, 3, 2, 64, 1), device=DEVICE, dtype=torch.uint8)
+    short = [x.view(torch.float8_e4m3fn) for x in codes]
+    wide = list(from_8_bits(codes, exponents, dtype))
+    query, *new = (torch.randn(1, n, 1, size, device=DEVICE, dtype=dtype) for n in (6, 2, 2))
+    stored = [from_8_bits(*in_8_bits(x), dtype) for x in new]
+    table = torch.tensor([[2, 0, 1]], device=DEVICE, dtype=torch.int32)
+    at = torch.tensor([180], device=DEVICE)
+    expected = decode_attention(query, *stored, *wide, at, table, 192)
+    found = decode_attention(query, *new, *short, at, table, 192, exponents=tuple(exponents))
+    assert torch.equal(found, expected)
+    bounds = torch.tensor([0, 30], device=DEVICE, dtype=torch.int32)
+    queries = torch.randn(30, 6, size, device=DEVICE, dtype=dtype)
+    begin = torch.tensor([150], device=DEVICE)
+    expected = continued_attention(queries, *wide, bounds, 30, begin, table)
+    found = continued_attention(queries, *short, bounds, 30, begin, table, tuple(exponents))
+    assert torch.equal(found, expected)
+
+
+def test_vectors_that_are_not_finite_are_seen():
+    from strop.rollout.native.kernels import decode_attention
+    from strop.rollout.native.quantization.cache import in_8_bits
+
+    torch.manual_seed(0)
+    keys, values = (
+        in_8_bits(torch.randn(3, 2, 64, 32, device=DEVICE, dtype=torch.bfloat16)) for _ in range(2)
+    )
+    numbers = [x[0].view(torch.float8_e4m3fn) for x in (keys, values)]
+    query, key, value = (torch.randn(3, n, 1, 32, device=DEVICE, dtype=torch.bfloat16) for n in (4, 2, 2))
+    key[0, 0, 0, 3], value[1, 1, 0, 5] = torch.nan, torch.inf
+    at, table = (
+        torch.tensor([40] * 3, device=DEVICE),
+        torch.arange(3, device=DEVICE, dtype=torch.int32)[:, None],
+    )
+    out = decode_attention(query, key, value, *numbers, at, table, 64, exponents=(keys[1], values[1]))
+    assert out[:, 0].isnan().all(-1).tolist() == [
+        [True, True, False, False],
+        [False, False, True, True],
+        [False] * 4,
+    ]
+    assert out[2].isfinite().all()
+
+
 @pytest.mark.parametrize("vocabulary", [11, 4096, 151_936])
 @pytest.mark.parametrize(
     "used",

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.models.patches import MODEL_PATCHES, PatchContext, apply_patches
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
+from strop.rollout.native.quantization import layers
 from strop.rollout.native.quantization.formats import (
     FORMATS,
     Format,
+    kernels_for,
     plain_quantize_rows,
     product,
     quantize_rows,
@@ -126,6 +129,38 @@ def test_log_probs_are_near_those_of_full_precision(kind: str, eager: bool, form
     fused = {projection.multiply for projection in engine.borrowed_model._patches.fused}
     assert fused == {None}  # the rollout is over
     assert engine.borrowed_model.quantized.num_bytes > 0
+
+
+@FORMS
+@pytest.mark.parametrize("fp32_residual", [False, True], ids=["bf16 stream", "fp32 stream"])
+def test_norms_and_gates_quantise_for_the_products_after_them(
+    monkeypatch: pytest.MonkeyPatch, form: Format, fp32_residual: bool
+) -> None:
+    """The samples are those of an engine whose products quantise for themselves."""
+    model = model_on_device("qwen3")
+    apply_patches(model, MODEL_PATCHES, PatchContext(fp32_residual=fp32_residual))
+    requests = [Request(prompt, n=3, seed=i) for i, prompt in enumerate(PROMPTS)]
+    kernels: Any = kernels_for("cuda")
+    plain = kernels.quantize_rows
+    calls: list[int] = []
+
+    def counted(rows: Tensor, *more: Any) -> None:
+        calls.append(len(rows))
+        plain(rows, *more)
+
+    monkeypatch.setattr(kernels, "quantize_rows", counted)
+    found = []
+    for alone in (False, True):
+        if alone:
+            monkeypatch.setattr(layers, "producers", lambda *_: iter(()))
+        calls.clear()
+        engine = NativeEngine(model, enforce_eager=True, quantization=form.name)
+        answers = engine.generate(requests, Sampling(max_tokens=24))
+        found.append([(c.ids, c.log_probs) for group in answers for c in group])
+        steps = [rows for rows in calls if rows == 12]  # decode steps
+        # Without it: before q/k/v, o, gate/up and down of each layer. With it: before o.
+        assert len(steps) == 23 * model.config.num_hidden_layers * (4 if alone else 1)
+    assert found[0] == found[1]
 
 
 @FORMS

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from strop.extras import MissingExtra, require
+from strop.models.projections import few_rows
 
 LONG = 2048
 """Inner dimension from which cuBLAS was seen to divide sums; 1,536 was not."""
@@ -108,11 +109,14 @@ def add_wide(stream: Tensor, rows: Tensor, weight: Tensor, *, in_place: bool = F
     if len(rows) > _FEW_ROWS:
         first = torch.addmm(stream, rows[:, :half], weight[:, :half].t(), out_dtype=stream.dtype, out=out)
         return torch.addmm(first, rows[:, half:], weight[:, half:].t(), out_dtype=stream.dtype, out=first)
-    both = torch.bmm(
-        rows.unflatten(1, (2, half)).transpose(0, 1),
-        weight.unflatten(1, (2, half)).permute(1, 2, 0),
-        out_dtype=torch.float32,
-    )
+    if few_rows.takes(rows, weight, parts=2):
+        both = few_rows.partial_products(rows, weight, parts=2)
+    else:
+        both = torch.bmm(
+            rows.unflatten(1, (2, half)).transpose(0, 1),
+            weight.unflatten(1, (2, half)).permute(1, 2, 0),
+            out_dtype=torch.float32,
+        )
     kernels = _kernels()
     if kernels is not None and stream.is_contiguous():
         added: Tensor = kernels.add_in_order(stream, both, in_place=in_place)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from strop.models.changes import Change, SetAttribute, SetClass
 from strop.models.fused_modules import runs_as_kernel
+from strop.models.projections import few_rows
 from strop.models.projections.divided import LONG
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -91,6 +92,11 @@ class FusedProjection:
         self.multiply: Callable[[Tensor, Tensor | None], Tensor] | None = None
         """Multiplies states with the weights and adds the bias; None: with the weights as they are."""
 
+    def whole_weight(self) -> Tensor:
+        """The weights of all layers, one below the other."""
+        self.lay_out()
+        return self._weight
+
     def lay_out(self) -> None:
         """Put the weights side by side, unless they are."""
         self._weight = side_by_side([layer.weight for layer in self.layers])
@@ -98,9 +104,13 @@ class FusedProjection:
         self._bias = side_by_side(biases) if biases else None
 
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
-        if self.multiply is None:
-            return F.linear(hidden, self._weight, self._bias).split(self._sizes, -1)
-        return self.multiply(hidden, self._bias).split(self._sizes, -1)
+        if self.multiply is not None:
+            return self.multiply(hidden, self._bias).split(self._sizes, -1)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if self._bias is None and few_rows.takes(rows, self._weight):
+            product = few_rows.product(rows, self._weight).view(*hidden.shape[:-1], -1)
+            return product.split(self._sizes, -1)
+        return F.linear(hidden, self._weight, self._bias).split(self._sizes, -1)
 
     def first(self, hidden: Tensor) -> Tensor:
         """The output of the first layer; the outputs of the others wait for their calls."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from strop.models.layouts.state_space import wide_steps
 from strop.models.lora import base_model
 from strop.models.lora_gpu.fused_projection import AdaptedProjection, adapted_projections
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device, record_sampling
+from strop.models.projections.divided import divides
+from strop.models.projections.few_rows import UseFewRows
 from strop.models.projections.fused import FusedProjection, fused_forwards
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
@@ -129,6 +132,15 @@ def _state_precision(model: nn.Module, context: PatchContext) -> list[Change]:
     return done(wide_steps(model)) if context.dtype in _NARROW else []
 
 
+def _few_rows(model: nn.Module, context: PatchContext) -> list[Change]:
+    """Products of few rows and large weights. Comes before fused_qkv, to find what that fuses."""
+    products = dict.fromkeys(fused.product for fused in fused_forwards(model))
+    uses = [UseFewRows(product.whole_weight, parts=1) for product in products]
+    ends = [part for part in model.modules() if isinstance(part, AddingLinear) and divides(part.in_features)]
+    uses += [UseFewRows(partial(getattr, part, "weight"), parts=2) for part in ends]
+    return done(use for use in uses if use.fits())
+
+
 def _fused_qkv(model: nn.Module, context: PatchContext) -> list[Change]:
     found = list(fused_forwards(model))
     products = list(dict.fromkeys(fused.product for fused in found))
@@ -152,6 +164,7 @@ ROLLOUT_PATCHES = (
     Patch("eval_mode", always, _eval_mode, required=True),
     Patch("residual_in_place", _on_gpu, _residual_in_place),
     Patch("fp32_head", _on_gpu, _fp32_head),
+    Patch("few_rows", _on_gpu, _few_rows),
     Patch("fused_qkv", _on_gpu, _fused_qkv),
     Patch("fused_lora", _on_gpu, _fused_lora),
     Patch("state_precision", always, _state_precision),

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strop.models.flash import BLOCK, LARGEST, LOG2E, SEGMENT, absorb, joined, power_of_two
+from strop.models.flash import BLOCK, LARGEST, LOG2E, SEGMENT, absorb, joined, mix, power_of_two, weigh
 from strop.rollout.native.draw_kernels import draw
+from strop.rollout.native.quantization.cache_kernels import LIFT, REST, widened, widened_pairs
 from strop.rollout.native.quantization.kernels import shortened
 
 __all__ = ["copy_pages", "decode_attention", "draw", "padded_length"]
@@ -67,6 +68,16 @@ def _decode(
         top = tl.full([GROUP], float("-inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
         mixed = tl.zeros([GROUP, VALUE], tl.float32)
+        lift = 1.0
+        rest = 1.0
+        if SHORT:  # the values are taken in pairs, in halves of `mixed`
+            pair = tl.arange(0, VALUE // 2)
+            even = tl.zeros([GROUP, VALUE // 2], tl.float32)
+            odd = tl.zeros([GROUP, VALUE // 2], tl.float32)
+            if q.dtype == tl.bfloat16:
+                lift = LIFT
+                rest = REST
+                q = (q.to(tl.float32) * lift).to(q.dtype)
         if SINKS:  # noqa: SIM102 - the first is known when the kernel is compiled
             if start == first:
                 sink = tl.load(sinks + head * group + i, mask=member, other=float("-inf")).to(tl.float32)
@@ -84,32 +95,59 @@ def _decode(
             tl.store(k_cache + last * keys_page + position % PAGE * key_size + dk, k_new, mask=in_key)
             tl.store(v_cache + last * values_page + position % PAGE * value_size + dv, v_new, mask=in_value)
             tl.debug_barrier()  # only this program reads them back
-        # The number of a page is loaded one iteration before the page.
+        # The number of a page is loaded one iteration before the page, and so are exponents.
         page = tl.load(pages + start // PAGE)
+        if SHORT:
+            exponents = page.to(tl.int64) * exponents_page + start % PAGE
+            of_keys = _exponents(k_exponents + exponents, start, position, BLOCK)
+            of_values = _exponents(v_exponents + exponents, start, position, BLOCK)
         for at in range(start, end, BLOCK):
             next_page = tl.load(pages + tl.minimum(at + BLOCK, border) // PAGE)
-            place = at + tl.arange(0, BLOCK)
+            in_block = tl.arange(0, BLOCK)
+            place = at + in_block
             there = place <= position
-            # Where the row would begin if all of it was like this page: takes fewer registers.
-            k_from = k_cache + page.to(tl.int64) * keys_page - at // PAGE * (PAGE * key_size)
-            v_from = v_cache + page.to(tl.int64) * values_page - at // PAGE * (PAGE * value_size)
-            k_at = k_from + place[None, :] * key_size + dk[:, None]
-            k = tl.load(k_at, mask=there[None, :] & in_key[:, None], other=0.0)
-            k_powers = None
-            v_powers = None
-            if SHORT:
-                exponents = page.to(tl.int64) * exponents_page + place % PAGE
-                k_powers = power_of_two(tl.load(k_exponents + exponents, mask=there, other=0))
-                v_powers = power_of_two(tl.load(v_exponents + exponents, mask=there, other=0))
             seen = there
             if WINDOW:
                 seen &= position - place < window
-            scores = _scored(q, k.to(q.dtype), k_powers, scale, softcap, SOFTCAP)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            v_at = v_from + place[:, None] * value_size + dv[None, :]
-            v = tl.load(v_at, mask=there[:, None] & in_value[None, :], other=0.0)
-            top, total, mixed = absorb(scores, v.to(q.dtype), top, total, mixed, power, v_powers)
+            if SHORT:
+                k_from = k_cache + page.to(tl.int64) * keys_page + at % PAGE * key_size
+                v_from = v_cache + page.to(tl.int64) * values_page + at % PAGE * value_size
+                # All that is in a page is finite, so a whole one needs no mask.
+                whole: tl.constexpr = PAGE % BLOCK == 0
+                k_at = k_from + dk[:, None] + in_block[None, :] * key_size
+                k = _numbers(k_at, there[None, :] & in_key[:, None], whole and key_size == KEY)
+                k_powers = power_of_two(of_keys) * rest
+                scores = _scored(q, widened(k, q.dtype), k_powers, scale, softcap, SOFTCAP)
+                scores = tl.where(seen[None, :], scores, float("-inf"))
+                top, total, p, fade = weigh(scores, top, total, power)
+                v_at = (
+                    v_from.to(tl.pointer_type(tl.int16))
+                    + pair[None, :]
+                    + in_block[:, None] * (value_size // 2)
+                )
+                v_there = there[:, None] & (pair < value_size // 2)[None, :]
+                v = _numbers(v_at, v_there, whole and value_size == VALUE)
+                v_powers = power_of_two(of_values) * lift
+                v_even, v_odd = widened_pairs(v, q.dtype)
+                even = mix(p, v_even, even * fade[:, None], v_powers)
+                odd = mix(p, v_odd, odd * fade[:, None], v_powers)
+                exponents = next_page.to(tl.int64) * exponents_page + (at + BLOCK) % PAGE
+                of_keys = _exponents(k_exponents + exponents, at + BLOCK, position, BLOCK)
+                of_values = _exponents(v_exponents + exponents, at + BLOCK, position, BLOCK)
+            else:
+                # Where the row would begin if all of it was like this page: takes fewer registers.
+                k_from = k_cache + page.to(tl.int64) * keys_page - at // PAGE * (PAGE * key_size)
+                v_from = v_cache + page.to(tl.int64) * values_page - at // PAGE * (PAGE * value_size)
+                k_at = k_from + place[None, :] * key_size + dk[:, None]
+                k = tl.load(k_at, mask=there[None, :] & in_key[:, None], other=0.0)
+                scores = _scored(q, k.to(q.dtype), None, scale, softcap, SOFTCAP)
+                scores = tl.where(seen[None, :], scores, float("-inf"))
+                v_at = v_from + place[:, None] * value_size + dv[None, :]
+                v = tl.load(v_at, mask=there[:, None] & in_value[None, :], other=0.0)
+                top, total, mixed = absorb(scores, v.to(q.dtype), top, total, mixed, power)
             page = next_page
+        if SHORT:
+            mixed = tl.join(even, odd).reshape(GROUP, VALUE) * rest
         lane = (row * heads + head) * group + i
         if (start == first) & (border < end):  # the row has no other segment
             tl.store(
@@ -122,6 +160,21 @@ def _decode(
             tl.store(partial + slot[:, None] * VALUE + dv[None, :], mixed, mask=member[:, None])
             tl.store(weight + slot * 2, top, mask=member)
             tl.store(weight + slot * 2 + 1, total, mask=member)
+
+
+@triton.jit
+def _exponents(exponents, at, position, BLOCK: tl.constexpr):
+    """Those of the block of keys at `at`; 0 after `position`."""
+    i = tl.arange(0, BLOCK)
+    return tl.load(exponents + i, mask=at + i <= position, other=0)
+
+
+@triton.jit
+def _numbers(at, there, all_there: tl.constexpr):
+    if all_there:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit
@@ -190,7 +243,8 @@ def decode_attention(
     `query` [rows, heads, 1, D], `key` and `value` [rows, key heads, 1, D]; `keys` and `values` [pages, key
     heads, positions, D] hold the tokens before `positions` [rows], those of a row in the pages `table` [rows,
     pages]. A page is a multiple of flash.BLOCK, or the whole row is in one. No position is `longest` or more.
-    Keys and values of 8 bits have `exponents` [pages, key heads, positions, 1] (quantization/cache.py).
+    Keys and values of 8 bits have `exponents` [pages, key heads, positions, 1] (quantization/cache.py), and
+    an even size.
     Returns [rows, 1, heads, D]. Segments are computed by different programs and joined as in training.
     """
     rows, query_heads, _, key_size = query.shape

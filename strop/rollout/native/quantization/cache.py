@@ -24,6 +24,8 @@ _BIAS = 127
 """What is added to a stored exponent, as in a float32."""
 _DIGITS = 23
 """Bits of a float32 after its exponent."""
+_NAN = 255
+"""The exponent of a vector that is NaN."""
 
 
 def is_fp8(name: str, device: torch.device) -> bool:
@@ -52,14 +54,17 @@ def is_fp8(name: str, device: torch.device) -> bool:
 
 def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., size] as e4m3 numbers, and the exponents [..., 1] of the powers of two that they are times,
-    both as bytes. The power is the least with which all numbers fit. What is not finite becomes NaN."""
+    both as bytes. The power is the least with which all numbers fit. A vector with a number that is not
+    finite becomes NaN: zeros times infinity. So e4m3's own NaN is never stored, and kernels ignore it."""
     wide = x.float()
-    bits = wide.abs().amax(-1, keepdim=True).view(torch.int32)
+    largest = wide.abs().amax(-1, keepdim=True)
+    bits = largest.view(torch.int32)
     # The largest number is m · 2^e with 1 <= m < 2; 448 = 1.75 · 2^8.
     exponents = (bits >> _DIGITS) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()
     exponents = exponents.clamp(1, 254)
-    ratio = wide * _powers(2 * _BIAS - exponents)
-    ratio = ratio.where(ratio.abs() <= FP8.largest, torch.nan)
+    finite = largest.isfinite()
+    ratio = (wide * _powers(2 * _BIAS - exponents)).where(finite, 0.0)
+    exponents = exponents.where(finite, _NAN)
     return ratio.to(FP8.dtype).view(torch.uint8), exponents.to(torch.uint8)
 
 

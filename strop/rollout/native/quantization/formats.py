@@ -82,7 +82,8 @@ def _int8_is_exact(device: str) -> bool:
 
 
 @cache
-def _kernels(device: str) -> ModuleType | None:
+def kernels_for(device: str) -> ModuleType | None:
+    """kernels.py, on a device that it runs on."""
     if device != "cuda":
         return None
     try:
@@ -100,7 +101,7 @@ def quantize_rows(form: Format, rows: Tensor, values: Tensor, scales: Tensor) ->
 
     A row with a NaN or an infinity gets the scale NaN, so that the product is NaN in every format.
     """
-    kernels = _kernels(rows.device.type)
+    kernels = kernels_for(rows.device.type)
     if kernels is not None and rows.shape[1] <= _MOST_INPUTS:
         kernels.quantize_rows(rows, values, scales, form.largest)
         return
@@ -127,32 +128,49 @@ def plain_quantize_rows(form: Format, rows: Tensor) -> tuple[Tensor, Tensor]:
 # --- products -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class QuantizedRows:
+    """8-bit values [room, inputs] and scales [room] of some rows. What follows after the rows is not set."""
+
+    form: Format
+    values: Tensor
+    scales: Tensor
+
+    @classmethod
+    def room(cls, form: Format, rows: Tensor) -> QuantizedRows:
+        """Room for these rows, or for as many as a product needs."""
+        count, inputs = rows.shape
+        if form is INT8 and rows.is_cuda:
+            count = max(_FEWEST_ROWS, -(-count // form.multiple) * form.multiple)
+        values = torch.empty(count, inputs, dtype=form.dtype, device=rows.device)
+        return cls(form, values, torch.empty(count, dtype=torch.float32, device=rows.device))
+
+
+QUANTIZED = "quantized_rows"
+"""Attribute of states that were quantised by the kernel that computed them (producers.py)."""
+
+
 def product(form: Format, states: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """states [..., inputs] times a weight of 8-bit values [outputs, inputs] and scales [outputs], in the
     dtype of the states."""
     rows = states.reshape(-1, states.shape[-1])
-    if form is FP8:
-        out = _fp8_product(rows, values, scales, bias)
-    else:
-        out = _int8_product(rows, values, scales, bias)
+    left: QuantizedRows | None = getattr(states, QUANTIZED, None)
+    if left is None or left.form is not form:
+        left = QuantizedRows.room(form, rows)
+        quantize_rows(form, rows, left.values[: len(rows)], left.scales[: len(rows)])
+    multiply = _fp8_product if form is FP8 else _int8_product
+    out = multiply(rows, left, values, scales, bias)
     return out.view(*states.shape[:-1], len(values))
 
 
-def _quantized(form: Format, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Values and scales of `rows`, with room for `count` rows. What follows after the rows is not set."""
-    values = torch.empty(count, rows.shape[1], dtype=form.dtype, device=rows.device)
-    scales = torch.empty(count, dtype=torch.float32, device=rows.device)
-    quantize_rows(form, rows, values[: len(rows)], scales[: len(rows)])
-    return values, scales
-
-
-def _fp8_product(rows: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    left, left_scales = _quantized(FP8, rows, len(rows))
+def _fp8_product(
+    rows: Tensor, left: QuantizedRows, values: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor:
     fits = bias is not None and bias.dtype == torch.bfloat16
     out = torch._scaled_mm(
-        left,
+        left.values,
         values.t(),
-        scale_a=left_scales[:, None],
+        scale_a=left.scales[:, None],
         scale_b=scales[None, :],
         bias=bias if fits else None,
         out_dtype=torch.bfloat16,
@@ -163,14 +181,12 @@ def _fp8_product(rows: Tensor, values: Tensor, scales: Tensor, bias: Tensor | No
     return out.to(rows.dtype)
 
 
-def _int8_product(rows: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    count = len(rows)
-    kernels = _kernels(rows.device.type)
-    if rows.device.type == "cuda":
-        count = max(_FEWEST_ROWS, -(-count // INT8.multiple) * INT8.multiple)
-    left, left_scales = _quantized(INT8, rows, count)
-    sums = torch._int_mm(left, values.t())[: len(rows)]
-    left_scales = left_scales[: len(rows)]
+def _int8_product(
+    rows: Tensor, left: QuantizedRows, values: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor:
+    sums = torch._int_mm(left.values, values.t())[: len(rows)]
+    left_scales = left.scales[: len(rows)]
+    kernels = kernels_for(rows.device.type)
     if kernels is not None:
         scaled: Tensor = kernels.scale_sums(sums, left_scales, scales, bias, rows.dtype)
         return scaled

@@ -1,6 +1,6 @@
-"""Triton kernels of 8-bit products: quantise each row of a matrix with a scale of its own, and scale the sums
-of an integer product. `shortened` is a part of kernels that write to a KV cache of 8 bits. This file needs
-Triton and is imported only on a GPU."""
+"""Triton kernels of 8-bit products: quantise each row of a matrix with a scale of its own, also in the kernel
+that computes it, and scale the sums of an integer product. `shortened` is a part of kernels that write to a
+KV cache of 8 bits. This file needs Triton and is imported only on a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from strop.models.kernels import gated, normed
 
 _COLUMNS = 1024
 """Outputs of one program of `scale_sums`."""
@@ -18,7 +20,16 @@ def _quantize(x, values, scales, size, stride, largest, BLOCK: tl.constexpr, ROU
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    wide = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    numbers = tl.load(x + row * stride + column, mask=inside, other=0.0)
+    ratio, scale = _quantized(numbers, largest, BLOCK, ROUND)
+    tl.store(values + row * size + column, ratio.to(values.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _quantized(numbers, largest, BLOCK: tl.constexpr, ROUND: tl.constexpr):
+    """One row, zeros behind its end, as multiples of a scale."""
+    wide = numbers.to(tl.float32)
     most = tl.max(tl.abs(wide), 0)
     scale = tl.maximum(tl.div_rn(most, largest), 1e-12)
     # Zero, or NaN if the row has a NaN or an infinity: a maximum may pass over a NaN.
@@ -26,8 +37,7 @@ def _quantize(x, values, scales, size, stride, largest, BLOCK: tl.constexpr, ROU
     ratio = tl.div_rn(wide, tl.zeros([BLOCK], tl.float32) + scale)
     if ROUND:
         ratio = tl.floor(ratio + 0.5)
-    tl.store(values + row * size + column, ratio.to(values.dtype.element_ty), mask=inside)
-    tl.store(scales + row, scale)
+    return ratio, scale
 
 
 def quantize_rows(rows: Tensor, values: Tensor, scales: Tensor, largest: float) -> None:
@@ -53,6 +63,62 @@ def quantize_rows(rows: Tensor, values: Tensor, scales: Tensor, largest: float) 
 
 def _warps(block: int) -> int:
     return min(16, max(1, block // 512))
+
+
+@triton.jit
+def _norm(
+    x, weight, out, values, scales, size, stride, eps, largest, BLOCK: tl.constexpr, ROUND: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    numbers = tl.load(x + row * stride + column, mask=inside, other=0.0)
+    factor = tl.load(weight + column, mask=inside, other=0.0)
+    result = normed(numbers, factor, size, eps, out.dtype.element_ty)
+    tl.store(out + row * size + column, result, mask=inside)
+    ratio, scale = _quantized(result, largest, BLOCK, ROUND)
+    tl.store(values + row * size + column, ratio.to(values.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def norm_and_quantize(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, values: Tensor, scales: Tensor, largest: float
+) -> None:
+    """kernels.rms_norm of the rows of `x` [n, size], and its quantized rows."""
+    count, size = x.shape
+    block = triton.next_power_of_2(size)
+    _norm[(count,)](
+        x, weight, out, values, scales, size, x.stride(0), eps, largest,
+        BLOCK=block, ROUND=not values.dtype.is_floating_point, num_warps=min(8, _warps(block)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate(
+    gate, up, out, values, scales, size, gate_row, up_row, largest, BLOCK: tl.constexpr, ROUND: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    x = tl.load(gate + row * gate_row + column, mask=inside, other=0.0)
+    factor = tl.load(up + row * up_row + column, mask=inside, other=0.0)
+    result = gated(x, factor, out.dtype.element_ty)
+    tl.store(out + row * size + column, result, mask=inside)
+    ratio, scale = _quantized(result, largest, BLOCK, ROUND)
+    tl.store(values + row * size + column, ratio.to(values.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def gate_and_quantize(
+    gate: Tensor, up: Tensor, out: Tensor, values: Tensor, scales: Tensor, largest: float
+) -> None:
+    """kernels.gated_silu of rows [n, size], and its quantized rows."""
+    count, size = gate.shape
+    block = triton.next_power_of_2(size)
+    _gate[(count,)](
+        gate, up, out, values, scales, size, gate.stride(0), up.stride(0), largest,
+        BLOCK=block, ROUND=not values.dtype.is_floating_point, num_warps=_warps(block),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -105,6 +171,9 @@ def shortened(x):
     # To the nearest number with three bits after the first, and below 2^-6 to a multiple of 2^-9; to even.
     code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     code = tl.where(size < 0.015625, (size + 16384.0).to(tl.int32, bitcast=True) & 15, code)
-    code = tl.where(size <= 448.0, code, 127)  # NaN
     code += (ratio.to(tl.int32, bitcast=True) >> 24) & 128
+    # Every number that is finite fits. Not by their maximum, which may pass over a NaN.
+    finite = tl.min((size <= 448.0).to(tl.int32), 0) == 1
+    code = tl.where(finite, code, 0)
+    exponent = tl.where(finite, exponent, 255)
     return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True), exponent.to(tl.uint8)

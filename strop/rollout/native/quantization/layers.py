@@ -21,6 +21,7 @@ from strop.models.lora import base_model
 from strop.models.projections.fused import Forward, FusedProjection
 from strop.models.residual import AddingLinear
 from strop.rollout.native.quantization.formats import Format, format_for, product, quantize_rows
+from strop.rollout.native.quantization.producers import producers
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +176,7 @@ class QuantizedLayers:
                 weight = QuantizedWeight(form, [layer])
                 self._weights.append(weight)
                 self._changes.append(SetAttribute(layer, "forward", _forward(layer, weight)))
+        self._changes += producers(self._model, form)
         total = sum(weight.numel() for weight in self._model.parameters())
         copied = sum(weight.num_weights for weight in self._weights)
         if copied == 0:
