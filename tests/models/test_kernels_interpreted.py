@@ -253,6 +253,24 @@ def test_norms_and_gates_quantise_what_they_return(dtype, largest):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("count", [5, 100])
+def test_a_divided_product_is_added_to_the_stream(monkeypatch, count, in_place):
+    from strop.rollout.native.quantization import adding_product
+
+    monkeypatch.setattr(adding_product, "_parts", lambda *_: 2)
+    torch.manual_seed(0)
+    rows, weight = torch.randn(count, 512, dtype=torch.float16), torch.randn(256, 512, dtype=torch.float16)
+    row_scales, scales, stream = torch.rand(count), torch.rand(256), torch.randn(count, 256)
+    for bias in (None, torch.randn(256)):
+        expected = stream + (rows.double() @ weight.double().t()) * row_scales[:, None] * scales
+        if bias is not None:
+            expected += bias
+        found = adding_product.add_product(stream, rows, row_scales, weight, scales, bias, in_place=in_place)
+        assert (found.data_ptr() == stream.data_ptr()) == in_place
+        torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
 def test_partial_products_are_added_from_the_left(in_place):
     from strop.models import kernels
 

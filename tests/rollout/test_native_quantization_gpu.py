@@ -15,6 +15,7 @@ from strop.rollout.native.quantization import layers
 from strop.rollout.native.quantization.formats import (
     FORMATS,
     Format,
+    add_product,
     kernels_for,
     plain_quantize_rows,
     product,
@@ -116,6 +117,38 @@ def test_products_are_those_of_the_dequantised_factors(form: Format, rows: int, 
     assert (out.double() - expected).abs().max() < 0.01 * expected.abs().max()
     alone = product(form, states[:1], values, scales, added)
     assert (alone.float() - out[:1].float()).abs().max() < 0.01 * expected.abs().max()
+
+
+@FORMS
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("stream_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("outputs, inputs", [(4096, 12288), (1536, 8960), (384, 512)])
+def test_products_are_added_to_the_stream(
+    form: Format, outputs: int, inputs: int, stream_dtype: torch.dtype, in_place: bool
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(outputs, inputs, device="cuda").bfloat16()
+    values, scales = quantised(form, weight)
+    right = values.double() * scales.double()[:, None]
+    for rows, bias in (
+        (1, False),
+        (7, True),
+        (64, False),
+        (65, True),
+        (200, False),
+        (256, True),
+        (300, False),
+    ):
+        states = torch.randn(1, rows, inputs, device="cuda").bfloat16()
+        stream = torch.randn(1, rows, outputs, device="cuda", dtype=stream_dtype) * inputs**0.5
+        added = torch.randn(outputs, device="cuda").bfloat16() if bias else None
+        left, left_scales = plain_quantize_rows(form, states[0])
+        expected = stream.double() + (left.double() * left_scales.double()[:, None]) @ right.t()
+        if added is not None:
+            expected += added
+        found = add_product(form, stream, states, values, scales, added, in_place=in_place)
+        assert found.dtype == stream_dtype and (found.data_ptr() == stream.data_ptr()) == in_place
+        assert (found.double() - expected).abs().max() < 0.01 * expected.abs().max(), rows
 
 
 @FORMS

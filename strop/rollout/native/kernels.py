@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.models.flash import BLOCK, LARGEST, LOG2E, SEGMENT, absorb, joined, mix, power_of_two, weigh
 from strop.rollout.native.draw_kernels import draw
-from strop.rollout.native.quantization.cache_kernels import LIFT, REST, widened, widened_pairs
+from strop.rollout.native.quantization.cache_kernels import widened, widened_pairs
 from strop.rollout.native.quantization.kernels import shortened
 
 __all__ = ["copy_pages", "decode_attention", "draw", "padded_length"]
@@ -68,16 +68,10 @@ def _decode(
         top = tl.full([GROUP], float("-inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
         mixed = tl.zeros([GROUP, VALUE], tl.float32)
-        lift = 1.0
-        rest = 1.0
         if SHORT:  # the values are taken in pairs, in halves of `mixed`
             pair = tl.arange(0, VALUE // 2)
             even = tl.zeros([GROUP, VALUE // 2], tl.float32)
             odd = tl.zeros([GROUP, VALUE // 2], tl.float32)
-            if q.dtype == tl.bfloat16:
-                lift = LIFT
-                rest = REST
-                q = (q.to(tl.float32) * lift).to(q.dtype)
         if SINKS:  # noqa: SIM102 - the first is known when the kernel is compiled
             if start == first:
                 sink = tl.load(sinks + head * group + i, mask=member, other=float("-inf")).to(tl.float32)
@@ -116,7 +110,7 @@ def _decode(
                 whole: tl.constexpr = PAGE % BLOCK == 0
                 k_at = k_from + dk[:, None] + in_block[None, :] * key_size
                 k = _numbers(k_at, there[None, :] & in_key[:, None], whole and key_size == KEY)
-                k_powers = power_of_two(of_keys) * rest
+                k_powers = power_of_two(of_keys)
                 scores = _scored(q, widened(k, q.dtype), k_powers, scale, softcap, SOFTCAP)
                 scores = tl.where(seen[None, :], scores, float("-inf"))
                 top, total, p, fade = weigh(scores, top, total, power)
@@ -127,7 +121,7 @@ def _decode(
                 )
                 v_there = there[:, None] & (pair < value_size // 2)[None, :]
                 v = _numbers(v_at, v_there, whole and value_size == VALUE)
-                v_powers = power_of_two(of_values) * lift
+                v_powers = power_of_two(of_values)
                 v_even, v_odd = widened_pairs(v, q.dtype)
                 even = mix(p, v_even, even * fade[:, None], v_powers)
                 odd = mix(p, v_odd, odd * fade[:, None], v_powers)
@@ -147,7 +141,7 @@ def _decode(
                 top, total, mixed = absorb(scores, v.to(q.dtype), top, total, mixed, power)
             page = next_page
         if SHORT:
-            mixed = tl.join(even, odd).reshape(GROUP, VALUE) * rest
+            mixed = tl.join(even, odd).reshape(GROUP, VALUE)
         lane = (row * heads + head) * group + i
         if (start == first) & (border < end):  # the row has no other segment
             tl.store(
@@ -259,7 +253,11 @@ def decode_attention(
     lanes = max(16, triton.next_power_of_2(group))
     padded = triton.next_power_of_2(value_size)
     block, warps, stages = _shape(
-        lanes, max(key_size, value_size), key.dtype, few=rows * heads * segments <= _FEW_PROGRAMS
+        lanes,
+        max(key_size, value_size),
+        key.dtype,
+        few=rows * heads * segments <= _FEW_PROGRAMS,
+        short=exponents is not None,
     )
     parts = segments if segments > 1 else 0
     partial = torch.empty(rows * query_heads, parts, padded, dtype=torch.float32, device=query.device)
@@ -297,14 +295,15 @@ _FEW_PROGRAMS = 384
 rows of 4,000."""
 
 
-def _shape(lanes: int, size: int, dtype: torch.dtype, *, few: bool) -> tuple[int, int, int]:
+def _shape(lanes: int, size: int, dtype: torch.dtype, *, few: bool, short: bool) -> tuple[int, int, int]:
     """Positions per iteration, warps, and stages of the loop. One warp sums a row in the order of the
     training kernel, and many small programs hide each other's latency, or a further stage where there are
-    few; a warp needs registers for its queries, `lanes` of `size` numbers."""
+    few; a warp needs registers for its queries, `lanes` of `size` numbers. A `short` cache of 8 bits needs no
+    third stage."""
     if size > LARGEST:
         return 32, 4, 3
     if dtype.itemsize == 2 and lanes * size <= 2048:
-        stages = 3 if few or size <= 64 else 2
+        stages = 3 if (few or size <= 64) and not short else 2
         return BLOCK, 1, stages
     return BLOCK, 4, 3
 

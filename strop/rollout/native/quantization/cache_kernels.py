@@ -1,9 +1,9 @@
 """Parts of Triton kernels that read a KV cache of 8 bits (cache.py).
 
 A GPU converts e4m3 to bf16 by way of float16 and float32, one number at a time, which is more work than
-attention itself. Here three instructions put the bits of two numbers where bf16 has its own. Its exponent is
-wider, so that gives the numbers times 2^-120, exactly, also those that are subnormal in either format. This
-file needs Triton and is imported only on a GPU.
+attention itself. Here instructions for two numbers at a time put their bits where bf16 has its own. Its
+exponent is wider, so that gives the numbers times 2^-120, exactly, also those that are subnormal in either
+format; a product with 2^120 gives the numbers. This file needs Triton and is imported only on a GPU.
 """
 
 from __future__ import annotations
@@ -11,28 +11,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LIFT = tl.constexpr(2.0**100)
-"""For the other factors of products with bf16 numbers that are times 2^-120: queries, and weights of values.
-It changes no digit. With all of 2^120, queries of 2^8 would be infinite; so those of 2^28 are, and values of
-2^36. Sums stay far above the least float32."""
-REST = tl.constexpr(2.0**20)
-"""For the sums of such products."""
-
 
 def _moved_bits(first: int, second: int) -> tl.constexpr:
     """Of four e4m3 in $2, the pairs that `first` and `second` select, as pairs of bf16 in $0 and $1.
 
     prmt puts each byte below eight copies of its sign. Moved by four bits, its exponent and its digits are
-    where bf16 has them, below the sign and four copies of it, which the mask removes.
+    where bf16 has them, below the sign and four copies of it, which the mask removes. 0x7b80 is 2^120.
     """
     return tl.constexpr(f"""{{
-        .reg .b32 a, b;
+        .reg .b32 a, b, power;
         prmt.b32 a, $2, 0, {first:#x};
         prmt.b32 b, $2, 0, {second:#x};
         shl.b32 a, a, 4;
         shl.b32 b, b, 4;
-        and.b32 $0, a, 0x87f087f0;
-        and.b32 $1, b, 0x87f087f0;
+        and.b32 a, a, 0x87f087f0;
+        and.b32 b, b, 0x87f087f0;
+        mov.b32 power, 0x7b807b80;
+        mul.rn.bf16x2 $0, a, power;
+        mul.rn.bf16x2 $1, b, power;
     }}""")
 
 
@@ -42,7 +38,7 @@ _EVEN_AND_ODD = _moved_bits(0xA280, 0xB391)
 
 @triton.jit
 def widened(codes, dtype: tl.constexpr):
-    """e4m3 numbers in another dtype; in bf16 times 2^-120."""
+    """e4m3 numbers, none of them NaN, in another dtype."""
     if dtype == tl.bfloat16:
         bits = codes.to(tl.uint8, bitcast=True)
         return tl.inline_asm_elementwise(_IN_ORDER, "=r,=r,r", [bits], tl.bfloat16, is_pure=True, pack=4)

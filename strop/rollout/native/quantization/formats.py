@@ -93,6 +93,18 @@ def kernels_for(device: str) -> ModuleType | None:
         return None
 
 
+@cache
+def _adding_product(device: str) -> ModuleType | None:
+    if device != "cuda":
+        return None
+    try:
+        return require(
+            "strop.rollout.native.quantization.adding_product", extra="gpu", why="rollout.quantization"
+        )
+    except MissingExtra:
+        return None
+
+
 # --- quantising ---------------------------------------------------------------------------------------------
 
 
@@ -154,13 +166,42 @@ def product(form: Format, states: Tensor, values: Tensor, scales: Tensor, bias: 
     """states [..., inputs] times a weight of 8-bit values [outputs, inputs] and scales [outputs], in the
     dtype of the states."""
     rows = states.reshape(-1, states.shape[-1])
-    left: QuantizedRows | None = getattr(states, QUANTIZED, None)
-    if left is None or left.form is not form:
-        left = QuantizedRows.room(form, rows)
-        quantize_rows(form, rows, left.values[: len(rows)], left.scales[: len(rows)])
+    left = _quantized(form, states, rows)
     multiply = _fp8_product if form is FP8 else _int8_product
     out = multiply(rows, left, values, scales, bias)
     return out.view(*states.shape[:-1], len(values))
+
+
+def add_product(
+    form: Format,
+    stream: Tensor,
+    states: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    *,
+    in_place: bool,
+) -> Tensor:
+    """The same, added to `stream` [..., outputs]; `in_place`: in its memory."""
+    rows = states.reshape(-1, states.shape[-1])
+    kernels = _adding_product(states.device.type) if form is FP8 else None
+    if kernels is not None and kernels.takes(stream, rows, values):
+        left = _quantized(form, states, rows)
+        total: Tensor = kernels.add_product(
+            stream.view(len(rows), -1), left.values, left.scales, values, scales, bias, in_place=in_place
+        )
+        return total.view(stream.shape)
+    added = product(form, states, values, scales, bias)
+    return stream.add_(added) if in_place else stream + added
+
+
+def _quantized(form: Format, states: Tensor, rows: Tensor) -> QuantizedRows:
+    """The rows of `states`, as the kernel that computed them left them, or quantised now."""
+    found: QuantizedRows | None = getattr(states, QUANTIZED, None)
+    if found is None or found.form is not form:
+        found = QuantizedRows.room(form, rows)
+        quantize_rows(form, rows, found.values[: len(rows)], found.scales[: len(rows)])
+    return found
 
 
 def _fp8_product(

@@ -13,6 +13,8 @@ from strop.models.kernels import gated, normed
 
 _COLUMNS = 1024
 """Outputs of one program of `scale_sums`."""
+_GATES = 4096
+_GATE_WARPS = 8
 
 
 @triton.jit
@@ -30,14 +32,22 @@ def _quantize(x, values, scales, size, stride, largest, BLOCK: tl.constexpr, ROU
 def _quantized(numbers, largest, BLOCK: tl.constexpr, ROUND: tl.constexpr):
     """One row, zeros behind its end, as multiples of a scale."""
     wide = numbers.to(tl.float32)
-    most = tl.max(tl.abs(wide), 0)
-    scale = tl.maximum(tl.div_rn(most, largest), 1e-12)
-    # Zero, or NaN if the row has a NaN or an infinity: a maximum may pass over a NaN.
-    scale += tl.sum(wide * 0.0, 0)
+    scale = _scale_of(tl.max(tl.abs(wide), 0), tl.sum(wide * 0.0, 0), largest)
+    return _ratio(wide, scale, BLOCK, ROUND), scale
+
+
+@triton.jit
+def _scale_of(most, none, largest):
+    """`none`: zero, or NaN if the row has a NaN or an infinity: a maximum may pass over a NaN."""
+    return tl.maximum(tl.div_rn(most, largest), 1e-12) + none
+
+
+@triton.jit
+def _ratio(wide, scale, BLOCK: tl.constexpr, ROUND: tl.constexpr):
     ratio = tl.div_rn(wide, tl.zeros([BLOCK], tl.float32) + scale)
     if ROUND:
         ratio = tl.floor(ratio + 0.5)
-    return ratio, scale
+    return ratio
 
 
 def quantize_rows(rows: Tensor, values: Tensor, scales: Tensor, largest: float) -> None:
@@ -95,17 +105,31 @@ def norm_and_quantize(
 
 @triton.jit
 def _gate(
-    gate, up, out, values, scales, size, gate_row, up_row, largest, BLOCK: tl.constexpr, ROUND: tl.constexpr
-):
+    gate, up, out, values, scales, size, gate_row, up_row, largest,
+    CHUNK: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """A row is too long for the registers of many programs, so it is read again when its scale is known."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < size
-    x = tl.load(gate + row * gate_row + column, mask=inside, other=0.0)
-    factor = tl.load(up + row * up_row + column, mask=inside, other=0.0)
-    result = gated(x, factor, out.dtype.element_ty)
-    tl.store(out + row * size + column, result, mask=inside)
-    ratio, scale = _quantized(result, largest, BLOCK, ROUND)
-    tl.store(values + row * size + column, ratio.to(values.dtype.element_ty), mask=inside)
+    most = tl.zeros([CHUNK], tl.float32)
+    none = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, size, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        inside = column < size
+        x = tl.load(gate + row * gate_row + column, mask=inside, other=0.0)
+        factor = tl.load(up + row * up_row + column, mask=inside, other=0.0)
+        result = gated(x, factor, out.dtype.element_ty)
+        tl.store(out + row * size + column, result, mask=inside)
+        wide = result.to(tl.float32)
+        most = tl.maximum(most, tl.abs(wide))
+        none += wide * 0.0
+    scale = _scale_of(tl.max(most, 0), tl.sum(none, 0), largest)
+    tl.debug_barrier()  # only this program reads it back
+    for start in range(0, size, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        inside = column < size
+        result = tl.load(out + row * size + column, mask=inside, other=0.0)
+        ratio = _ratio(result.to(tl.float32), scale, CHUNK, ROUND)
+        tl.store(values + row * size + column, ratio.to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
 
@@ -114,10 +138,9 @@ def gate_and_quantize(
 ) -> None:
     """kernels.gated_silu of rows [n, size], and its quantized rows."""
     count, size = gate.shape
-    block = triton.next_power_of_2(size)
     _gate[(count,)](
         gate, up, out, values, scales, size, gate.stride(0), up.stride(0), largest,
-        BLOCK=block, ROUND=not values.dtype.is_floating_point, num_warps=_warps(block),
+        CHUNK=_GATES, ROUND=not values.dtype.is_floating_point, num_warps=_GATE_WARPS,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from strop.models.changes import Change, SetAttribute
 from strop.models.lora import base_model
 from strop.models.projections.fused import Forward, FusedProjection
 from strop.models.residual import AddingLinear
-from strop.rollout.native.quantization.formats import Format, format_for, product, quantize_rows
+from strop.rollout.native.quantization.formats import Format, add_product, format_for, product, quantize_rows
 from strop.rollout.native.quantization.producers import producers
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,10 @@ class QuantizedWeight:
 
     def __call__(self, states: Tensor, bias: Tensor | None) -> Tensor:
         return product(self._format, states, self._values, self._scales, bias)
+
+    def add_to(self, stream: Tensor, states: Tensor, bias: Tensor | None, *, in_place: bool) -> Tensor:
+        """The stream plus the product."""
+        return add_product(self._format, stream, states, self._values, self._scales, bias, in_place=in_place)
 
 
 class _SetProduct:
@@ -224,13 +228,8 @@ def _forward(layer: nn.Linear, weight: QuantizedWeight) -> Forward:
 
     def forward(states: Tensor) -> Tensor:
         stream = layer.__dict__.pop("stream", None)
-        added = weight(states, layer.bias)
         if stream is None:
-            return added
-        if layer.overwrites:
-            total: Tensor = stream.add_(added)
-            return total
-        total = stream + added
-        return total
+            return weight(states, layer.bias)
+        return weight.add_to(stream, states, layer.bias, in_place=layer.overwrites)
 
     return forward
