@@ -14,7 +14,7 @@ from strop.models.kernels import gated, normed
 _COLUMNS = 1024
 """Outputs of one program of `scale_sums`."""
 _GATES = 4096
-_GATE_WARPS = 8
+_GATE_WARPS = 16
 
 
 @triton.jit
