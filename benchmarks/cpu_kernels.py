@@ -1,10 +1,12 @@
 """The compiled functions of the native engine on a CPU beside torch's: products of few rows with packed
-weights (rollout/native/cpu/few_rows.c, few_rows_bf16.c), attention of decode steps (decode_attention.c),
-norms, gates and rotations (elementwise.c), and the next token of each row (draw.c).
+weights (rollout/native/cpu/few_rows.c, few_rows_bf16.c), also of int8 weights (int8_rows.c), attention of
+decode steps (decode_attention.c), norms, gates and rotations (elementwise.c), and the next token of each row
+(draw.c).
 
     python benchmarks/cpu_kernels.py [--dtype float32] [--out benchmarks/results/cpu_kernels.jsonl]
 
-Products are also compared with those of oneDNN with weights in its own layout for few rows.
+Products are also compared with those of oneDNN with weights in its own layout for few rows, int8 products
+with those of torch.
 
 Weights and caches are larger than the processor's caches, as in a decode step. Both sides take turns; times
 are the least of `--turns`, in microseconds of one call: noise only adds to them. Prints one JSON line per
@@ -33,11 +35,16 @@ from strop.rollout.native.cpu.decode_attention import decode_attention, is_avail
 from strop.rollout.native.cpu.elementwise import gated_silu, rms_norm, rotary
 from strop.rollout.native.cpu.few_rows import packed_weight
 from strop.rollout.native.cpu.few_rows_bf16 import packed_bf16_weight
+from strop.rollout.native.cpu.int8_rows import PackedInt8, packed_int8
 from strop.rollout.native.cpu.packed_linear import FEW
+from strop.rollout.native.quantization.formats import INT8, plain_quantize_rows
+from strop.rollout.native.quantization.formats import product as plain_int8_product
 
 ROWS = (1, 4, 8, 16, 64, 256)
 PRODUCTS = ((896, 4864), (4864, 896), (896, 151936))
 """Inputs and outputs: the MLP and the head of a 0.5B model."""
+INT8_PRODUCTS = PRODUCTS[:2]
+"""Without the head, which is not quantised."""
 ATTENTION = (
     # rows, key heads, query heads per key head, head size, positions
     (64, 2, 7, 64, 180),
@@ -86,6 +93,28 @@ def product(rows: int, ins: int, outs: int, turns: int) -> dict[str, object]:
     )
     rate = round(2e-3 * rows * ins * outs / times["compiled"], 1)
     return {"product": f"{ins} x {outs}", "rows": rows, **times, "gflop_per_second": rate}
+
+
+def int8_product(rows: int, ins: int, outs: int, turns: int) -> dict[str, object]:
+    weights = [torch.randn(outs, ins) for _ in range(COPIES)]
+    packed = [_packed_int8(weight) for weight in weights]
+    plain = [plain_quantize_rows(INT8, weight) for weight in weights]
+    states = torch.randn(rows, ins)
+    sides: dict[str, Callable[[], object]] = {
+        "compiled": lambda: [one(states, None) for one in packed],
+        "torch": lambda: [plain_int8_product(INT8, states, *one, None) for one in plain],
+        "packing": lambda: [one.fill(weight, 0) for one, weight in zip(packed, weights, strict=True)],
+    }
+    times = least(sides, turns)
+    rate = round(2e-3 * rows * ins * outs / times["compiled"], 1)
+    return {"int8_product": f"{ins} x {outs}", "rows": rows, **times, "gop_per_second": rate}
+
+
+def _packed_int8(weight: Tensor) -> PackedInt8:
+    copy = packed_int8(weight.dtype, *weight.shape)
+    assert copy is not None, "no compiled int8 products"
+    copy.fill(weight, 0)
+    return copy
 
 
 def attention(
@@ -164,6 +193,10 @@ def measured(turns: int) -> Iterator[dict[str, object]]:
     for ins, outs in PRODUCTS:
         for rows in ROWS:
             yield product(rows, ins, outs, turns)
+    if packed_int8(torch.get_default_dtype(), 8, 8) is not None:
+        for ins, outs in INT8_PRODUCTS:
+            for rows in ROWS:
+                yield int8_product(rows, ins, outs, turns)
     for shape in ATTENTION:
         yield attention(*shape, turns)
     for rows in FEW_ROWS:

@@ -87,9 +87,11 @@ from pathlib import Path
 from strop.run.heartbeat import Heartbeat
 mark, beat = Path({mark!r}), Heartbeat.beat
 def beat_and_wait_once(self, step, phase):
+    waits = step == {step} and not mark.exists()
+    if waits:
+        mark.touch()  # before others see the beat, and kill
     beat(self, step, phase)
-    if step == {step} and not mark.exists():
-        mark.touch()
+    if waits:
         time.sleep(600)
 Heartbeat.beat = beat_and_wait_once
 """

@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-fPIC", "-fopenmp")
 _AVX512_FLAGS = ("-mavx512f", "-mfma", "-mprefer-vector-width=512")
 _AMX_FLAGS = ("-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+_VNNI_FLAGS = ("-mavx512bw", "-mavx512vnni")
+_DOT_PRODUCT_FLAGS = ("-march=armv8.2-a+dotprod",)
 _BF16_FLAGS = ("-DBF16",)
 """See vectors.h."""
 _HEADERS = Path(__file__).parent
@@ -33,16 +35,17 @@ _SECONDS = 60
 
 @cache
 def load_library(
-    source: Path, dtype: torch.dtype = torch.float32, *, amx: bool = False
+    source: Path, dtype: torch.dtype = torch.float32, *, amx: bool = False, int8: bool = False
 ) -> ctypes.CDLL | None:
     """The functions of a C file, or None where there is no compiler or another CPU than they are for.
 
-    `dtype`: of the numbers in memory, in files with vectors.h. `amx`: the file needs AMX.
+    `dtype`: of the numbers in memory, in files that heed BF16. `amx`: the file needs AMX. `int8`: it needs
+    sums of int8 products in one instruction.
 
     The file is compiled without the library of OpenMP: torch has loaded one, and threads of a second one
     would wait for work on the same cores.
     """
-    flags = _flags(dtype, amx)
+    flags = _flags(dtype, amx, int8)
     compiler = shlex.split(os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "")
     if flags is None or not compiler:
         return None
@@ -64,7 +67,7 @@ def is_arm_linux() -> bool:
     return sys.platform == "linux" and platform.machine() == "aarch64"
 
 
-def _flags(dtype: torch.dtype, amx: bool) -> tuple[str, ...] | None:
+def _flags(dtype: torch.dtype, amx: bool, int8: bool) -> tuple[str, ...] | None:
     """For the vectors of this CPU; None for a CPU without an implementation."""
     flags: tuple[str, ...] = _FLAGS
     if dtype == torch.bfloat16:
@@ -74,10 +77,22 @@ def _flags(dtype: torch.dtype, amx: bool) -> tuple[str, ...] | None:
     if amx:
         return (*flags, *_AVX512_FLAGS, *_AMX_FLAGS)
     if is_arm_linux():
-        return flags
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        if not int8:
+            return flags
+        return (*flags, *_DOT_PRODUCT_FLAGS) if "asimddp" in _arm_features() else None
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    if not int8:
         return (*flags, *_AVX512_FLAGS)
-    return None
+    return (*flags, *_AVX512_FLAGS, *_VNNI_FLAGS) if torch.cpu._is_vnni_supported() else None
+
+
+def _arm_features() -> list[str]:
+    """What the first core has, in the kernel's names."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("Features"):
+            return line.partition(":")[2].split()
+    return []
 
 
 def _share_openmp() -> None:

@@ -20,7 +20,15 @@ from strop.models.changes import Change, SetAttribute
 from strop.models.lora import base_model
 from strop.models.projections.fused import Forward, FusedProjection
 from strop.models.residual import AddingLinear
-from strop.rollout.native.quantization.formats import Format, add_product, format_for, product, quantize_rows
+from strop.rollout.native.cpu.int8_rows import PackedInt8, packed_int8
+from strop.rollout.native.quantization.formats import (
+    INT8,
+    Format,
+    add_product,
+    format_for,
+    product,
+    quantize_rows,
+)
 from strop.rollout.native.quantization.producers import producers
 
 log = logging.getLogger(__name__)
@@ -74,6 +82,49 @@ class QuantizedWeight:
     def add_to(self, stream: Tensor, states: Tensor, bias: Tensor | None, *, in_place: bool) -> Tensor:
         """The stream plus the product."""
         return add_product(self._format, stream, states, self._values, self._scales, bias, in_place=in_place)
+
+
+class CompiledWeight(QuantizedWeight):
+    """The same on a CPU, in the layout of cpu/int8_rows.c."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__(INT8, layers)
+        self._packed: PackedInt8 | None = None
+
+    def refresh(self) -> None:
+        if self._packed is None:
+            self._packed = _room(self._layers)
+            assert self._packed is not None
+            self._values, self._scales = self._packed.values, self._packed.scales
+        start = 0
+        for layer in self._layers:
+            self._packed.fill(layer.weight, start)
+            start += layer.out_features
+
+    def free(self) -> None:
+        super().free()
+        self._packed = None
+
+    def __call__(self, states: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._packed is not None
+        return self._packed(states, bias)
+
+    def add_to(self, stream: Tensor, states: Tensor, bias: Tensor | None, *, in_place: bool) -> Tensor:
+        added = self(states, bias)
+        return stream.add_(added) if in_place else stream + added
+
+
+def _room(layers: Sequence[nn.Linear]) -> PackedInt8 | None:
+    """Room for the weights of layers, where their products can be compiled."""
+    weight = layers[0].weight
+    if weight.device.type != "cpu":
+        return None
+    return packed_int8(weight.dtype, sum(layer.out_features for layer in layers), layers[0].in_features)
+
+
+def _quantized_weight(form: Format, layers: Sequence[nn.Linear]) -> QuantizedWeight:
+    compiled = form is INT8 and _room(layers) is not None
+    return CompiledWeight(layers) if compiled else QuantizedWeight(form, layers)
 
 
 class _SetProduct:
@@ -172,12 +223,12 @@ class QuantizedLayers:
     def _find(self, form: Format, fused: Sequence[FusedProjection]) -> None:
         for projection in fused:
             if _fits(form, projection.layers):
-                weight = QuantizedWeight(form, projection.layers)
+                weight = _quantized_weight(form, projection.layers)
                 self._weights.append(weight)
                 self._changes.append(_SetProduct(projection, weight))
         for layer in _single_layers(self._model):
             if _fits(form, [layer]):
-                weight = QuantizedWeight(form, [layer])
+                weight = _quantized_weight(form, [layer])
                 self._weights.append(weight)
                 self._changes.append(SetAttribute(layer, "forward", _forward(layer, weight)))
         self._changes += producers(self._model, form)
