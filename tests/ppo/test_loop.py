@@ -213,9 +213,7 @@ def test_the_reward_rises_from_samples_in_8_bits(overrides, tmp_path, setting):
     """Importance weights are on by default: samples come from a policy that is slightly another one."""
     reward = tmp_path / "sevens.py"
     reward.write_text(SEVENS)
-    steps = rises(
-        overrides, f"custom_reward_function.path={reward}", f"actor_rollout_ref.rollout.{setting}"
-    )
+    steps = rises(overrides, f"custom_reward_function.path={reward}", f"actor_rollout_ref.rollout.{setting}")
     for step in range(1, 26):
         assert steps[step]["training/rollout_logprobs_diff_max"] > 0
         assert steps[step]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.05)
