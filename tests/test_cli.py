@@ -83,7 +83,7 @@ def test_the_modules_of_verl_have_help(word, capsys):
         (["config", "explain", "data.shufle"], ["data.shuffle"]),
         (["convert", "openrlhf"], ["strop convert openrlhf --"]),
         (
-            ["convert", "openrlhf", "--", "train_ppo_ray", "--actor_learning_rat", "1"],
+            ["convert", "openrlhf", "--", "train_ppo_ray", "--actor_lerning_rate", "1"],
             ["actor_learning_rate"],
         ),
     ],

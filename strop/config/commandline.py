@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from strop.config.aliases import flatten, nest
@@ -80,15 +80,34 @@ COMMAND_KEY = "rollout.agent.command"
 _SPECIAL = {"true": True, "false": False, "null": None}
 _DIGITS = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][+-]?\d[\d_]*)?")
 
+_ENVIRONMENT = re.compile(r"\b(runtime_env\.env_vars|worker_env)\.")
+_VARIABLE = re.compile(r"[\w.+-]+")
+
+
+def environment_as_text(leaves: Mapping[str, object]) -> dict[str, object]:
+    """The leaves, with variables of an environment as text; those that are null are left out."""
+    found: dict[str, object] = {}
+    for path, value in leaves.items():
+        if not _ENVIRONMENT.search(path):
+            found[path] = value
+        elif isinstance(value, bool):
+            found[path] = str(value).lower()
+        elif value is not None:
+            found[path] = str(value)
+    return found
+
 
 def quote_digits(text: str, type_of: Callable[[str], object]) -> str:
     """Quote digits where the key takes text, so that they stay as they are written: to Hydra 2026_11_18 is
-    the number 20261118, 1.10 is 1.1, and the band 0.5_5 is 0.55. `type_of`: the type of a key.
+    the number 20261118, 1.10 is 1.1, and the band 0.5_5 is 0.55. So are words that are variables of an
+    environment. `type_of`: the type of a key.
 
     >>> quote_digits("trainer.experiment_name=1.10", lambda path: str)
     "trainer.experiment_name='1.10'"
     """
     path, _, value = text.partition("=")
+    if _ENVIRONMENT.search(path) and _VARIABLE.fullmatch(value) and value.lower() != "null":
+        return f"{path}='{value}'"
     wanted = type_of(path.lstrip("+"))
     options = typing.get_args(wanted) or (wanted,)
     if str not in options or not _DIGITS.fullmatch(value):

@@ -8,7 +8,7 @@ nothing is refused before old names are translated.
 
 from __future__ import annotations
 
-import re
+import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from strop.config.aliases import drop_without_effect, flatten, nest, notice, reason_for, translate
 from strop.config.aliases.async_lengths import ASYNC_LENGTHS, fill_async_lengths
-from strop.config.commandline import force_override, plain_values, quote_command, quote_digits
-from strop.config.references import refuse_growth
+from strop.config.commandline import (
+    environment_as_text,
+    force_override,
+    plain_values,
+    quote_command,
+    quote_digits,
+)
+from strop.config.hydra_messages import explain_hydra, one_line
+from strop.config.references import has_other_references, refuse_growth, resolve_keys
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
 from strop.config.typed import ConfigError, accepts_null, build, unknown_key
@@ -115,10 +122,11 @@ def load(
     for path, value in said.items():
         if value != "???" and (value != {} or schema.is_free(path)):
             set_values[path] = value
-    leaves, notices = translate(set_values, root, named)
+    leaves, notices = translate(environment_as_text(set_values), root, named)
     notices += fill_async_lengths(leaves, set_values)
     leaves, without_effect = drop_without_effect(leaves, schema.has)
     notices += without_effect + schema.drop_nulls(leaves)
+    schema.refuse_sections(leaves)
     plugins = leaves.get("plugins")
     if isinstance(plugins, list):  # they may register names that `build` checks
         load_plugins(str(path) for path in plugins)
@@ -155,14 +163,29 @@ class SchemaKeys:
         return [key for key in self._by_path if key.startswith(path + ".")]
 
     def drop_nulls(self, leaves: dict[str, object]) -> list[str]:
-        """Remove keys that were set to null and cannot be null: they have their default; returns notices."""
+        """Remove sections without a key, and keys that were set to null and cannot be null: they have their
+        default; returns notices."""
         notices = []
         for path in [path for path, value in leaves.items() if value is None]:
             key = self._by_path.get(path)
-            if key is not None and not accepts_null(key.type):
+            if path in self._sections:
+                del leaves[path]
+            elif key is not None and not accepts_null(key.type):
                 del leaves[path]
                 notices.append(f"{path}=null means its default, {key.default}.")
         return notices
+
+    def refuse_sections(self, leaves: Mapping[str, object]) -> None:
+        """Refuse values of sections: other keys may refer to what is in the section."""
+        problems = []
+        for path, value in leaves.items():
+            is_link = isinstance(value, str) and "${" in value
+            if path in self._sections and not is_link:
+                problems.append(
+                    f"{path}: expected a section with keys such as {self.below(path)[0]}, got {value!r}."
+                )
+        if problems:
+            raise ConfigError(problems)
 
 
 @cache
@@ -236,7 +259,7 @@ def _compose(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    _limit_config_files()
+    _adapt_hydra()
     store = ConfigStore.instance()
     for path, node in GROUPS.items():
         group, _, name = path.partition("/")
@@ -245,31 +268,35 @@ def _compose(
     folder, name = _locate(
         root, config, search, chooses_groups=not all(text.startswith("++") for text in overrides)
     )
-    extra = [] if folder == BUILT_IN else [f"hydra.searchpath=[file://{BUILT_IN}]"]
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(folder), version_base=None):
-            composed = compose(name, overrides=[*overrides, *extra])
+        with initialize_config_dir(str(folder), version_base=None), warnings.catch_warnings():
+            # A file written for verl names verl's folder, which need not be here.
+            warnings.filterwarnings("ignore", message=".* is not available")
+            composed = compose(name, overrides=list(overrides))
         return OmegaConf.to_container(composed, resolve=False)  # type: ignore[return-value]
     except yaml.YAMLError as error:
-        raise ConfigError(f"The YAML does not parse: {_one_line(error)}") from error
+        raise ConfigError(f"The YAML does not parse: {one_line(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(explain_hydra(error)) from error
     except RecursionError as error:
         raise ConfigError("A value on the command line is nested too deep. Write it flatter.") from error
     except OSError as error:  # how OmegaConf refuses a file that holds a bare number or text
-        raise ConfigError(f"{name} does not hold keys and values: {_one_line(error)}") from error
+        raise ConfigError(f"{name} does not hold keys and values: {one_line(error)}") from error
     finally:
         GlobalHydra.instance().clear()
 
 
 @cache
-def _limit_config_files() -> None:
-    """Let Hydra read YAML files only after their depth and the size of their aliases were checked."""
+def _adapt_hydra() -> None:
+    """Let Hydra read YAML files only after their depth and the size of their aliases were checked, also those
+    that end in .yml, and find our files besides those of the user's hydra.searchpath."""
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
 
     class LimitedFileSource(FileConfigSource):
         def load_config(self, config_path: str) -> ConfigResult:
@@ -282,7 +309,17 @@ def _limit_config_files() -> None:
                 text = str(error)
                 raise ConfigError(text if str(file) in text else f"{file}: {text}") from error
 
-    Plugins.instance()  # registers the source that is replaced
+        @staticmethod
+        def _normalize_file_name(filename: str) -> str:
+            if filename.endswith(".yml"):
+                return filename
+            return FileConfigSource._normalize_file_name(filename)
+
+    class BuiltInFiles(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            search_path.append(provider="strop", path=f"file://{BUILT_IN}")
+
+    Plugins.instance().register(BuiltInFiles)  # the instance also registers the source that is replaced
     SourcesRegistry.instance().types[FileConfigSource.scheme()] = LimitedFileSource
 
 
@@ -303,7 +340,7 @@ def _locate(root: str, config: str | None, search: str | None, chooses_groups: b
     as_path = (folder if search is not None else Path.cwd()) / Path(config).expanduser()
     for candidate in (as_path, as_path.with_name(as_path.name + ".yaml")):
         if candidate.is_file():
-            return candidate.parent.resolve(), candidate.name.removesuffix(".yaml").removesuffix(".yml")
+            return candidate.parent.resolve(), candidate.name.removesuffix(".yaml")
     ours = config.removesuffix(".yaml")
     ours = VERL_PRIMARIES.get(ours, ours)
     if (BUILT_IN / f"{ours}.yaml").is_file() and search is None:
@@ -314,35 +351,6 @@ def _locate(root: str, config: str | None, search: str | None, chooses_groups: b
     raise ConfigError(
         f"There is no configuration {config!r}: no file {as_path}.{did_you_mean(Path(config).stem, names)}"
     )
-
-
-def _explain(error: Exception) -> str:
-    override = getattr(error, "override", None)
-    text = _one_line(error).partition(" See https")[0].partition(" Config search path:")[0]
-    if not text:
-        return (
-            "A value does not parse. Interpolations are written ${section.key}; quote text that holds a "
-            "dollar sign."
-        )
-    if "must be a DictConfig" in text:
-        return (
-            f"{text.partition(' must')[0]} holds a list; a configuration holds keys and values (data: ...)."
-        )
-    if "Ambiguous value" in text:
-        return (
-            f"{text.partition(' 1.')[0]}. A value with commas is a list: write key=[a,b], or quote it: "
-            "'key=\"a,b\"'."
-        )
-    if "Could not find" in text:
-        return f"{text}. A key of a section is written section.key=value, for instance model.path=DIR."
-    if override is None:
-        return text
-    return f"{override.lstrip('+')}: {text}. Quote values with special characters: 'key=\"...\"'."
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:6])
 
 
 def _merge(base: dict[str, object], over: Mapping[str, object]) -> dict[str, object]:
@@ -357,42 +365,21 @@ def _merge(base: dict[str, object], over: Mapping[str, object]) -> dict[str, obj
     return merged
 
 
-_WHOLE = re.compile(r"^\$\{([A-Za-z_][\w.]*)\}$")
-_INSIDE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-
-
 def resolve(tree: dict[str, object]) -> dict[str, object]:
     """Replace `${a.b}` by the value it names. Other interpolations (relative, oc.env ...) are left to
     OmegaConf."""
     refuse_growth(tree)
-    if any(isinstance(v, str) and "${" in _INSIDE.sub("", v) for v in flatten(tree).values()):
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
+    if not has_other_references(tree):
+        return resolve_keys(tree)
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-        try:
-            return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
-        except OmegaConfBaseException as error:
-            raise ConfigError(_one_line(error)) from error
-    return {name: _resolve(value, tree, ()) for name, value in tree.items()}
-
-
-def _resolve(value: object, tree: dict[str, object], seen: tuple[str, ...]) -> object:
-    if isinstance(value, dict):
-        return {name: _resolve(below, tree, seen) for name, below in value.items()}
-    if isinstance(value, list):
-        return [_resolve(item, tree, seen) for item in value]
-    if not isinstance(value, str) or "${" not in value:
-        return value
-
-    def look_up(path: str) -> object:
-        if path in seen:
-            raise ConfigError(f"These keys refer to each other in a circle: {' -> '.join([*seen, path])}.")
-        at: object = tree
-        for part in path.split("."):
-            if not isinstance(at, dict) or part not in at:
-                raise ConfigError(f"{value!r} refers to {path}, which does not exist.")
-            at = at[part]
-        return _resolve(at, tree, (*seen, path))
-
-    whole = _WHOLE.match(value)
-    return look_up(whole[1]) if whole else _INSIDE.sub(lambda match: str(look_up(match[1])), value)
+    try:
+        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        if "HydraConfig was not set" in str(error):
+            raise ConfigError(
+                f"{error.full_key}: ${{hydra:...}} has no value, because Hydra only reads the configuration. "
+                "Write the value itself."
+            ) from error
+        raise ConfigError(one_line(error)) from error

@@ -1,4 +1,4 @@
-"""How much a configuration becomes when its ${references} are resolved.
+"""Resolves the ${references} of a configuration, if it does not become too large by them.
 
 Values that refer to each other can double at every step, as text (`${.x}${.x}`), as lists and as sections.
 The size is counted before anything is resolved, in the way in which aliases of YAML are (`yaml_files.py`).
@@ -120,3 +120,46 @@ def _absolute(place: Place, dots: int, path: str) -> Place:
     if dots == 0:
         return names
     return (*place[: max(0, len(place) - dots)], *names)
+
+
+_WHOLE = re.compile(r"^\$\{([A-Za-z_][\w.]*)\}$")
+_INSIDE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+
+
+def has_other_references(value: object) -> bool:
+    """Whether a text anywhere in a value has a reference that is not the full name of a key."""
+    if isinstance(value, Mapping):
+        return any(map(has_other_references, value.values()))
+    if isinstance(value, list):
+        return any(map(has_other_references, value))
+    return isinstance(value, str) and "${" in _INSIDE.sub("", value)
+
+
+def resolve_keys(tree: Mapping[str, object]) -> dict[str, object]:
+    """Replace `${a.b}` by the value it names; `${a.0}` is the first item of a list."""
+    return {name: _resolve(value, tree, ()) for name, value in tree.items()}
+
+
+def _resolve(value: object, tree: Mapping[str, object], seen: tuple[str, ...]) -> object:
+    if isinstance(value, dict):
+        return {name: _resolve(below, tree, seen) for name, below in value.items()}
+    if isinstance(value, list):
+        return [_resolve(item, tree, seen) for item in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+
+    def look_up(path: str) -> object:
+        if path in seen:
+            raise ConfigError(f"These keys refer to each other in a circle: {' -> '.join([*seen, path])}.")
+        at: object = tree
+        for part in path.split("."):
+            if isinstance(at, list) and part.isdecimal() and int(part) < len(at):
+                at = at[int(part)]
+            elif isinstance(at, Mapping) and part in at:
+                at = at[part]
+            else:
+                raise ConfigError(f"{value!r} refers to {path}, which does not exist.")
+        return _resolve(at, tree, (*seen, path))
+
+    whole = _WHOLE.match(value)
+    return look_up(whole[1]) if whole else _INSIDE.sub(lambda match: str(look_up(match[1])), value)

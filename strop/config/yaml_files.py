@@ -7,7 +7,14 @@ file, before anything is built from them.
 
 from __future__ import annotations
 
+import os
+import re
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yaml import MappingNode, Node, SafeLoader
 
 MAX_DEPTH = 50
 MAX_NODES = 200_000
@@ -17,18 +24,75 @@ BAD_VALUES = (ValueError, LookupError, AttributeError, TypeError, OverflowError)
 
 
 def read_yaml(file: Path, where: str) -> object:
-    """The content of a YAML file; ValueError begins with `where` and says what is wrong."""
+    """The content of a YAML file as OmegaConf reads it: 1e-3 is a number, a date is text, a key that appears
+    twice is an error, and ${oc.env:NAME} is a variable of the environment. ValueError begins with `where` and
+    says what is wrong."""
     import yaml
 
     text = read_limited(file, where)
     try:
-        return yaml.safe_load(text)
+        content = yaml.load(text, _loader())
     except yaml.YAMLError as error:
         raise ValueError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
     except BAD_VALUES as error:
         raise ValueError(
             f"{where} has a value that cannot be read: {type(error).__name__}: {error}"
         ) from error
+    return _with_environment(content, where)
+
+
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+")
+"""Numbers that PyYAML, other than OmegaConf, takes for text."""
+_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:,\s*('[^']*'|\"[^\"]*\"|[^{}]*?)\s*)?\}")
+
+
+@cache
+def _loader() -> type[SafeLoader]:
+    """PyYAML's safe loader with the rules of OmegaConf."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: dict[str, Node]) -> MappingNode:
+            node = super().compose_mapping_node(anchor)
+            keys = set()
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:str" and key.value in keys:
+                    raise yaml.composer.ComposerError(
+                        "while reading a section", node.start_mark, f"found {key.value} twice", key.start_mark
+                    )
+                if isinstance(key, yaml.ScalarNode):
+                    keys.add(key.value)
+            return node
+
+    Loader.yaml_implicit_resolvers = {
+        letter: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+        for letter, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+    return Loader
+
+
+def _with_environment(value: object, where: str) -> object:
+    """The value with ${oc.env:NAME} and ${oc.env:NAME,default} replaced in its texts."""
+    if isinstance(value, dict):
+        return {name: _with_environment(below, where) for name, below in value.items()}
+    if isinstance(value, list):
+        return [_with_environment(item, where) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def variable(found: re.Match[str]) -> str:
+        name, default = found.groups()
+        if name in os.environ:
+            return os.environ[name]
+        if default is None:
+            raise ValueError(
+                f"{where} reads the environment variable {name}, which is not set. Set it, or write a "
+                f"default: ${{oc.env:{name},DEFAULT}}."
+            )
+        return str(default).strip("'\"")
+
+    return _VARIABLE.sub(variable, value)
 
 
 def read_limited(file: Path, where: str) -> str:

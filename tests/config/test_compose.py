@@ -287,3 +287,84 @@ def test_the_command_of_an_agent_is_taken_as_it_is_written(command):
     assert config.actor_rollout_ref.rollout.agent.command == command
     quoted = load("ppo_trainer", [f'{key}="python a.py {{task}}"']).config
     assert quoted.actor_rollout_ref.rollout.agent.command == "python a.py {task}"
+
+
+@pytest.mark.parametrize("name", ["mine.yml", "mine.yaml"])
+def test_both_endings_of_yaml_files(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text("data: {train_batch_size: 7}\n")
+    (tmp_path / "over.yaml").write_text(f"defaults:\n  - {name}\n  - _self_\n")
+    monkeypatch.chdir(tmp_path)
+    for place in ({"config": name}, {"config": name, "search": str(tmp_path)}, {"config": "over.yaml"}):
+        assert load("ppo_trainer", **place).config.data.train_batch_size == 7
+
+
+def test_an_empty_section_has_its_defaults(tmp_path):
+    """All keys of a section are comments: YAML says null."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("trainer:\n  # seed: 3\nactor_rollout_ref: {actor: {optim: }}\ncritic:\n")
+    loaded = load("ppo_trainer", ["critic.grad_clip=0.5"], config=str(file))
+    assert loaded.tree() == load("ppo_trainer", ["critic.grad_clip=0.5"]).tree()
+    assert loaded.notices == []
+
+
+def test_a_section_that_is_a_value_is_named(tmp_path):
+    (tmp_path / "mine.yaml").write_text("trainer: 5\ncritic: [a]\n")
+    message = refuse(config=str(tmp_path / "mine.yaml"))
+    assert message.splitlines() == [
+        "trainer: expected a section with keys such as trainer.total_epochs, got 5.",
+        "critic: expected a section with keys such as critic.enable, got ['a'].",
+    ]
+
+
+def test_a_section_can_be_that_of_another_key(tmp_path):
+    (tmp_path / "mine.yaml").write_text("critic: {optim: '${actor_rollout_ref.actor.optim}'}\n")
+    words = ["actor_rollout_ref.actor.optim.lr=0.5"]
+    assert load("ppo_trainer", words, config=str(tmp_path / "mine.yaml")).config.critic.optim.lr == 0.5
+
+
+def test_references_inside_lists_are_resolved(monkeypatch):
+    monkeypatch.setenv("DATA", "/data")
+    words = [
+        "data.train_files=['${oc.env:DATA}/a.parquet',b.parquet]",
+        "data.val_files=${data.train_files.1}",
+    ]
+    data = load("ppo_trainer", words[:1]).config.data
+    assert data.train_files == ["/data/a.parquet", "b.parquet"]
+    assert load("ppo_trainer", ["data.train_files=[a,b]", words[1]]).config.data.val_files == "b"
+    assert "data.train_files.2, which does not exist" in refuse(
+        "data.train_files=[a,b]", "data.val_files=${data.train_files.2}"
+    )
+
+
+def test_what_only_a_run_of_hydra_has_is_refused():
+    assert "Write the value itself" in refuse("trainer.default_local_dir=${hydra:runtime.output_dir}")
+
+
+def test_the_search_path_of_a_file_is_kept_beside_ours(tmp_path):
+    """verl's own folder need not exist; its files are among ours."""
+    groups = tmp_path / "groups"
+    (groups / "size").mkdir(parents=True)
+    (groups / "size" / "small.yaml").write_text("# @package _global_\ndata: {train_batch_size: 3}\n")
+    (tmp_path / "mine.yaml").write_text(
+        f"hydra:\n  searchpath:\n    - file://verl/trainer/config\n    - file://{groups}\n"
+        "defaults:\n  - ppo_trainer\n  - size: small\n  - _self_\n"
+    )
+    assert load("ppo_trainer", config=str(tmp_path / "mine.yaml")).config.data.train_batch_size == 3
+
+
+def test_variables_of_the_environment_are_text(tmp_path):
+    """Ray and subprocess refuse anything else."""
+    variables = "ray_kwargs.ray_init.runtime_env.env_vars"
+    (tmp_path / "mine.yaml").write_text(
+        "ray_kwargs: {ray_init: {runtime_env: {env_vars: {A: 1, B: true, C: null, D: x}}}}\n"
+    )
+    words = [
+        f"+{variables}.E=0.10",
+        f"+{variables}.F=True",
+        "trainer.worker_env.G=1",
+        f"+{variables}.H='a b'",
+    ]
+    ray = load("ppo_trainer", words, str(tmp_path / "mine.yaml")).config.ray_kwargs.ray_init
+    assert ray["runtime_env"] == {
+        "env_vars": {"A": "1", "B": "true", "D": "x", "E": "0.10", "F": "True", "G": "1", "H": "a b"}
+    }

@@ -224,3 +224,26 @@ def test_mutated_yaml_gives_a_value_or_a_named_error(tmp_path: Path) -> None:
             assert "random.yaml" in str(error), f"case {case}"
             refused += 1
     assert refused > 100
+
+
+def test_files_of_agents_are_read_as_omegaconf_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEARCH", "http://search:8000")
+    file = tmp_path / "tools.yaml"
+    file.write_text(
+        "outer: {mid: &m {<<: &a {x: 1}, x: 2}}\ntop: {<<: *m, y: 1e-3, day: 2026-01-02}\n"
+        "url: ${oc.env:SEARCH}/retrieve\nother: ['${oc.env:NOT_SET_HERE, \"a b\"}', '${KEPT}']\n"
+    )
+    assert read_yaml(file, "x") == {
+        "outer": {"mid": {"x": 2}},
+        "top": {"x": 2, "y": 0.001, "day": "2026-01-02"},
+        "url": "http://search:8000/retrieve",
+        "other": ["a b", "${KEPT}"],
+    }
+    file.write_text("url: ${oc.env:NOT_SET_HERE}\n")
+    with pytest.raises(ValueError, match=r"^x reads the environment variable NOT_SET_HERE, which is not set"):
+        read_yaml(file, "x")
+    file.write_text("tools:\n- a: 1\ntools:\n- b: 2\n")
+    with pytest.raises(ValueError, match=r"^x is not YAML: .*found tools twice"):
+        read_yaml(file, "x")

@@ -389,6 +389,14 @@ def test_mixed_generations_are_read_and_mentioned():
     assert any("mixed" in note for note in conversion.notes)
 
 
+def test_the_beginning_of_a_flag_is_completed_as_argparse_does():
+    conversion = convert(["train_ppo_ray", "--actor_learn=2e-6", "--critic_learning_rat", "1e-5"])
+    assert values(conversion)[f"{ACTOR}.optim.lr"] == 2e-6
+    assert sum("is read as" in note for note in conversion.notes) == 2
+    with pytest.raises(ValueError, match="Unknown flag --max_ckpt "):  # max_ckpt_num or max_ckpt_mem
+        convert(["train_ppo_ray", "--max_ckpt", "3"])
+
+
 # --- bad input -----------------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +427,8 @@ def test_mixed_generations_are_read_and_mentioned():
         ("python train_kto.py --beta 1", r"train_kto \(KTO\) was removed"),
         ("python -m openrlhf.cli.train_pop", r"Unknown OpenRLHF trainer 'train_pop'.*'train_ppo'"),
         ("python run.py --lr 1", r"No OpenRLHF trainer in the command"),
+        ("serve_rm --reward_pretrain m --bf16=False", r"--bf16 is a switch and takes no value, got 'False'"),
+        ("serve_rm --reward_pretrain --port 5000", r"--reward_pretrain needs a value"),
         ("train_ppo_ray --pretrain 'open", r"cannot be split into words.*quotes"),
     ],
 )

@@ -100,3 +100,11 @@ def test_the_notice_about_a_free_section_names_the_keys_that_have_no_effect():
     said = load("ppo_trainer", [f"{model}.lora.rank=8", f"{model}.lora.merge=true"]).notices
     assert any(text.startswith(f"{model}.lora.merge has no effect: ") for text in said)
     assert not any(text.startswith(f"{model}.lora has no effect") for text in said)
+
+
+def test_two_names_of_the_reward_manager_that_differ():
+    key = "reward_manager.name"
+    older = "reward_model.reward_manager=dapo"
+    assert findings("ppo_trainer", older, "reward.reward_manager.name=naive")[key] == "error"
+    for words in ([older], [older, f"{key}=dapo"], ["reward.reward_manager.name=dapo"]):
+        assert key not in findings("ppo_trainer", *words)

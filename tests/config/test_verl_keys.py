@@ -17,10 +17,12 @@ import yaml
 
 from strop.config.aliases import flatten, nest, reason_for, translate
 from strop.config.aliases.async_lengths import ASYNC_LENGTHS
+from strop.config.commandline import parse
 from strop.config.compose import GROUP_WORDS, SchemaKeys, load
 from strop.config.rules import check
 from strop.config.schema import ROOTS
 from strop.config.typed import ConfigError
+from strop.trainer.main_generation_server import with_defaults
 
 HERE = Path(__file__).parent
 
@@ -145,6 +147,13 @@ def test_keys_of_the_example_commands_compose(root):
             True,
         ),
         ("ppo_trainer", "trainer.v1.trainer_mode=separate_async", "trainer.async_training.enable", True),
+        (
+            "ppo_trainer",
+            "trainer.v1.trainer_mode=separate_async",
+            "trainer.async_training.trigger_parameter_sync_step",
+            4,
+        ),
+        ("ppo_trainer", "trainer.resume_from_path=False", "trainer.resume_from_path", None),
         ("ppo_trainer", "actor_rollout_ref.hybrid_engine=False", "trainer.async_training.enable", True),
         ("ppo_trainer", "actor_rollout_ref.hybrid_engine=True", "trainer.async_training.enable", False),
         ("ppo_trainer", "trainer.test_freq=False", "trainer.test_freq", -1),
@@ -168,6 +177,8 @@ def test_keys_of_the_example_commands_compose(root):
         ("sft_trainer", 'optim.betas="[0.9,0.98]"', "optim.betas", [0.9, 0.98]),
         ("generation", "actor_rollout_ref.rollout.n=3", "data.n_samples", 3),
         ("generation", "data.train_files=x.parquet", "data.path", "x.parquet"),
+        ("generation", "data.max_prompt_length=7", "rollout.prompt_length", 7),
+        ("generation", "data.max_response_length=7", "rollout.response_length", 7),
     ],
 )
 def test_names_of_newer_versions_reach_their_place(root, override, path, value):
@@ -252,6 +263,22 @@ def test_lengths_of_asynchronous_training_count_in_steps():
     assert (trainer.test_freq, trainer.save_freq) == (40, 12)
     words[-1] = "trainer.async_training.trigger_parameter_sync_step=4"  # no key of verl: counts in steps
     assert load("ppo_trainer", words).config.trainer.test_freq == 10
+
+
+def test_the_sync_interval_of_the_new_trainer_can_be_set():
+    words = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2"]
+    assert load("ppo_trainer", words).config.trainer.async_training.trigger_parameter_sync_step == 2
+
+
+def test_the_generation_server_of_verl_has_the_defaults_of_ppo(tmp_path):
+    """strop/trainer/main_generation_server.py; main_generation has 5 samples, top_k 50 and top_p 0.7."""
+    (tmp_path / "mine.yaml").write_text("rollout: {top_p: 0.9}\n")
+    words = [str(tmp_path / "mine.yaml"), "actor_rollout_ref.rollout.n=2", "data.max_response_length=9"]
+    options = parse(with_defaults(words))
+    config = load("generation", options.overrides, options.config).config
+    rollout = config.rollout
+    assert (rollout.top_p, rollout.top_k, rollout.prompt_length, rollout.response_length) == (0.9, -1, 512, 9)
+    assert config.data.n_samples == 2
 
 
 def test_a_link_to_an_old_name_is_followed(tmp_path):

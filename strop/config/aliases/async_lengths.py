@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 ASYNC_LENGTHS = ("rollout.total_rollout_steps", "rollout.test_freq")
 """Keys of verl's asynchronous trainers that other keys turn into trainer.total_training_steps and
 trainer.test_freq."""
+SYNC_STEPS = "trainer.async_training.trigger_parameter_sync_step"
+V1_SYNC_STEPS = 4
+"""verl's default of trainer.v1.separate_async.parameter_sync_step."""
 
 
-def fill_async_lengths(leaves: dict[str, object], names: Iterable[str]) -> list[str]:
+def fill_async_lengths(leaves: dict[str, object], written: Mapping[str, object]) -> list[str]:
     """Translate the lengths of verl's asynchronous trainers in `leaves`, the keys that the user set; returns
-    the notices. `names`: the keys as the user wrote them.
+    the notices. `written`: the keys as the user wrote them.
 
     They count a step as `require_batches` mini-batches, the run in prompts, and validations and checkpoints
     in weight syncs. Only verl's fully asynchronous trainer has a section `async_training` of its own.
     """
-    fully_async = any(name.startswith("async_training.") for name in names)
-    mini = leaves.get("actor_rollout_ref.actor.ppo_mini_batch_size")
-    batches = leaves.get("trainer.async_training.require_batches") or 1
-    steps_per_sync = leaves.get("trainer.async_training.trigger_parameter_sync_step") or 1
-    prompts = leaves.pop("rollout.total_rollout_steps", None)
-    syncs = leaves.pop("rollout.test_freq", None)
-    if not isinstance(batches, int) or not isinstance(steps_per_sync, int):
-        return []  # the type check of the schema reports it
     notices: list[str] = []
 
     def fill(path: str, value: int, why: str) -> None:
         leaves[path] = value
         notices.append(f"{why}: {path}={value}.")
+
+    if written.get("trainer.v1.trainer_mode") == "separate_async" and SYNC_STEPS not in leaves:
+        fill(SYNC_STEPS, V1_SYNC_STEPS, "verl's default with trainer.v1.trainer_mode=separate_async")
+    fully_async = any(name.startswith("async_training.") for name in written)
+    mini = leaves.get("actor_rollout_ref.actor.ppo_mini_batch_size")
+    batches = leaves.get("trainer.async_training.require_batches") or 1
+    steps_per_sync = leaves.get(SYNC_STEPS) or 1
+    prompts = leaves.pop("rollout.total_rollout_steps", None)
+    syncs = leaves.pop("rollout.test_freq", None)
+    if not isinstance(batches, int) or not isinstance(steps_per_sync, int):
+        return notices  # the type check of the schema reports it
 
     def fill_syncs(path: str) -> None:
         count = leaves.get(path)

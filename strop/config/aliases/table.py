@@ -12,6 +12,7 @@ NEVER = -1
 VALUES: dict[tuple[str, object], object] = {
     ("trainer.test_freq", False): NEVER,
     ("trainer.save_freq", False): NEVER,
+    ("trainer.resume_from_path", False): None,  # the default of verl 0.3
     ("algorithm.adv_estimator", "reward"): "reinforce",  # names of older guides: the return, no baseline
     ("algorithm.adv_estimator", "none"): "reinforce",
     ("actor_rollout_ref.rollout.checkpoint_engine.backend", "delta_sharded"): "nccl",

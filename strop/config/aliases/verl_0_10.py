@@ -133,5 +133,7 @@ VERL_0_10: tuple[Alias, ...] = (
     # verl.trainer.main_generation_server reads the keys of PPO.
     Alias("data.train_files", ("data.path",), "the name in generation", GENERATION),
     Alias("actor_rollout_ref.rollout.n", ("data.n_samples",), "the name in generation", GENERATION),
+    Alias("data.max_prompt_length", ("rollout.prompt_length",), "the name in generation", GENERATION),
+    Alias("data.max_response_length", ("rollout.response_length",), "the name in generation", GENERATION),
     Alias("actor_rollout_ref.*", under("{prefix}"), "the name in generation", GENERATION),
 )

@@ -136,7 +136,10 @@ def _read_flags(words: list[str], verb: str, notes: list[str]) -> dict[str, Give
                 f"{words[at][:60]!r} belongs to no flag. A switch takes no value; a value with spaces needs "
                 "quotes."
             )
-        name, equals, attached = words[at][2:].partition("=")
+        typed, equals, attached = words[at][2:].partition("=")
+        name = _completed(typed, verb)
+        if name != typed:
+            notes.append(f"--{typed} is read as --{name}, the one flag that begins so.")
         rows = names_of(verb).get(name)
         if rows is None:
             raise ValueError(
@@ -161,6 +164,16 @@ def _read_flags(words: list[str], verb: str, notes: list[str]) -> dict[str, Give
             raise ValueError(f"--{name} {error}") from None
         at = end
     return given
+
+
+def _completed(name: str, verb: str) -> str:
+    """The name of the one flag that begins with `name`, which argparse takes for it; otherwise `name`."""
+    names = names_of(verb)
+    if name in names or not name:
+        return name
+    found = [full for full in names if full.startswith(name)]
+    is_one_flag = len({names[full] for full in found}) == 1
+    return found[0] if is_one_flag else name
 
 
 def _check_count(row: Row, name: str, values: list[str]) -> None:

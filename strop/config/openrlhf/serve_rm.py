@@ -51,10 +51,12 @@ def read_flags(words: list[str]) -> tuple[list[Override], list[tuple[str, str, s
             raise ValueError(f"Unknown flag --{name} of OpenRLHF's serve_rm.{did_you_mean(name, known)}")
         kind = FLAGS[name][1]
         if kind is bool:
+            if equals:
+                raise ValueError(f"--{name} is a switch and takes no value, got {value!r}. Leave that out.")
             given[name] = True
             continue
         if not equals:
-            if not rest:
+            if not rest or rest[0].startswith("--"):
                 raise ValueError(f"--{name} needs a value, but none follows it.")
             value = rest.pop(0)
         try:

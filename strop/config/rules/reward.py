@@ -40,7 +40,13 @@ def score_source(loaded: Loaded[PpoConfig]) -> Findings:
 def manager(loaded: Loaded[PpoConfig]) -> Findings:
     """reward_manager.name is a registered manager, or with importlib a class of the user's file."""
     chosen = loaded.config.reward_manager
+    older = loaded.config.reward_model.reward_manager
     if chosen.source == "register":
+        if "reward_model.reward_manager" in loaded.set_by_user and chosen.name != older:
+            yield error(
+                "reward_manager.name",
+                f"{chosen.name}, but its older name reward_model.reward_manager is {older}. Set only one.",
+            )
         try:
             REWARD_MANAGERS.entry(chosen.name)
         except ValueError as unknown:
