@@ -15,6 +15,7 @@ import inspect
 import linecache
 import math
 import re
+import symtable
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from types import FunctionType, ModuleType
 IN_PROCESS = "in_process"
 """Takes the place of a path for a function that has none."""
 CONSTANTS = (int, float, complex, str, bytes, bool, type(None))
+CONTAINERS = (tuple, list, set, frozenset)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class _SourceWriter:
         names = vars(sys.modules.get(function.__module__))
         if isinstance(function, FunctionType):
             names = function.__globals__
-        for used in _names_in(tree):
+        for used in _global_names(source, tree):
             if used != name and used in names:
                 self._add_name(used, names[used])
             elif used != name and not hasattr(builtins, used) and _is_global(function, used):
@@ -145,7 +147,10 @@ class _SourceWriter:
             kind = getattr(value, "__qualname__", name)
             self.imports[f"from {getattr(value, '__module__', '')} import {kind} as {name}"] = None
         elif isinstance(value, FunctionType | type):
-            self.add_function(value)
+            if value.__name__ not in self.definitions:
+                self.add_function(value)
+            if name != value.__name__:  # another name for it
+                self.definitions[name] = f"{name} = {value.__name__}"
         else:
             raise NotWritable(f"it uses {name}, {_article(value)}.")
 
@@ -169,10 +174,18 @@ def _class_source(kind: type) -> str:
     raise NotWritable(f"the source of the class {kind.__name__} cannot be read.")
 
 
-def _names_in(tree: ast.AST) -> list[str]:
+def _global_names(source: str, tree: ast.AST) -> list[str]:
+    """The names that a definition reads from its surroundings, in the order of their use. Parameters and
+    local variables with the name of a global are left out."""
+    outside: set[str] = set()
+    tables = [symtable.symtable(source, "<definition>", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        outside |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
     found: dict[str, None] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in outside:
             found[node.id] = None
     return list(found)
 
@@ -185,13 +198,15 @@ def _is_global(function: object, name: str) -> bool:
 
 
 def _is_constant(value: object) -> bool:
+    """Whether Python reads back what it prints for a value; it does not for subclasses (an enum, a Counter, a
+    number of numpy)."""
     if isinstance(value, float) and not math.isfinite(value):
-        return False  # Python cannot read back what it prints for it
-    if isinstance(value, CONSTANTS):
+        return False
+    if type(value) in CONSTANTS:
         return True
-    if isinstance(value, tuple | list | set | frozenset):
+    if isinstance(value, CONTAINERS) and type(value) in CONTAINERS:
         return all(map(_is_constant, value))
-    if isinstance(value, dict):
+    if isinstance(value, dict) and type(value) is dict:
         return all(_is_constant(key) and _is_constant(item) for key, item in value.items())
     return False
 

@@ -75,10 +75,14 @@ def generate(
         max_response_length, top_p (by default 0.7) and top_k (50), seed ... Training samples with top_p=1 and
         without top_k.
     """
-    rows = _prompt_rows(prompts)
+    column = _prompt_key(keys)
+    given = _given_rows(prompts, column)
+    rows = prompt_rows(given, RowKeys(column), "prompts")
+    if output is not None:
+        output = Path(output).expanduser()
     with _folder_for(output) as folder, only_run(), random_states_kept(), quiet_transformers():
         file = _generate(model, rows, tokenizer, folder, output, dict(keys))
-        return Table([_shown(row) for row in _rows_of(file)])
+        return Table([_answered(*row) for row in zip(given, rows, _rows_of(file), strict=True)])
 
 
 def evaluate(
@@ -93,7 +97,8 @@ def evaluate(
     """Scores of a model on rows with a prompt, or (model=None) of rows that have `responses`.
 
     reward: as for `grpo`. Without one, the data_source of a row chooses the scorer.
-    keys: those of `generate`, and those of the configuration `evaluation` by their full names.
+    keys: those of `generate` (without a model: prompt_key only), and those of the configuration `evaluation`
+        by their full names.
     """
     function, styles = reward_function(reward, reward_weights)
     if is_files(data):
@@ -102,18 +107,20 @@ def evaluate(
         rows = read_rows(data, "data")
     check_columns(rows, styles, "data")
     scoring = {name: keys.pop(name) for name in list(keys) if name.startswith("evaluation.")}
-    known = RowKeys(known=("responses",))
-    made = prompt_rows(rows, known, "data")
+    column = _prompt_key(keys)
+    made = prompt_rows(rows, RowKeys(column, known=("responses",)), "data")
+    if model is None:
+        _refuse_unused(keys)
     with _folder_for(None) as folder, only_run(), random_states_kept(), quiet_transformers():
         if model is None:
             file = write_rows(made, folder, "responses")
         else:
             file = _generate(model, made, tokenizer, folder, None, dict(keys))
-        return _evaluate(file, function, scoring)
+        return _evaluate(file, column, function, scoring)
 
 
 def _evaluate(
-    file: Path, function: Callable[..., object] | None, scoring: Mapping[str, object]
+    file: Path, column: str, function: Callable[..., object] | None, scoring: Mapping[str, object]
 ) -> Evaluation:
     from strop.inference.evaluation import evaluate as score_file
     from strop.inference.evaluation import summarise
@@ -122,6 +129,7 @@ def _evaluate(
     forget_changed_files()
     settings = Settings("evaluation", scoring)
     settings.set("data.path", str(file), "data")
+    settings.set("data.prompt_key", column, "prompt_key")
     loaded = load("evaluation", settings.arguments())
     require(loaded, quiet=True)
     scored = score_file(loaded.config, given=function)
@@ -142,18 +150,33 @@ def _scored_row(prompt: ScoredPrompt) -> dict[str, object]:
     }
 
 
-def _prompt_rows(prompts: Data | Sequence[str]) -> list[PlainRow]:
+def _prompt_key(keys: Mapping[str, object]) -> str:
+    """The column with the prompts, which the keys may name."""
+    return str(load("generation", Settings("generation", keys).arguments()).config.data.prompt_key)
+
+
+def _refuse_unused(keys: Mapping[str, object]) -> None:
+    """A ValueError for keys that would change nothing, because nothing is generated."""
+    unused = [f"{name}={keys[name]!r}" for name in keys if name.rpartition(".")[2] != "prompt_key"]
+    if unused:
+        raise ValueError(
+            f"model=None scores the responses of the rows and generates none, so {', '.join(unused)} would "
+            "change nothing. Leave it out, or give a model. Keys of the scoring begin with evaluation. "
+            '(**{"evaluation.timeout": 60}).'
+        )
+
+
+def _given_rows(prompts: Data | Sequence[str], column: str) -> list[PlainRow]:
+    """The rows as the caller gave them; texts are rows with the column `column`."""
     if isinstance(prompts, str) and not (prompts.endswith(FORMATS) or os.path.exists(prompts)):
         raise ValueError(
             f"prompts is one text, {prompts[:40]!r}. Give a list of texts, or the path of a file."
         )
     if is_files(prompts):
-        rows = read_rows(open_files(prompts, "prompts"), "prompts")
-    elif isinstance(prompts, list | tuple) and all(isinstance(prompt, str) for prompt in prompts):
-        rows = read_rows([{"prompt": prompt} for prompt in prompts], "prompts")
-    else:
-        rows = read_rows(prompts, "prompts")
-    return prompt_rows(rows, RowKeys(), "prompts")
+        return read_rows(open_files(prompts, "prompts"), "prompts")
+    if isinstance(prompts, list | tuple) and all(isinstance(prompt, str) for prompt in prompts):
+        return read_rows([{column: prompt} for prompt in prompts], "prompts")
+    return read_rows(prompts, "prompts")
 
 
 def _generate(
@@ -202,14 +225,6 @@ def _rows_of(file: Path) -> Iterator[dict[str, Any]]:
         yield files[row]
 
 
-def _shown(row: Mapping[str, object]) -> dict[str, object]:
-    """A row as the caller gave it, with its responses."""
-    plain = {name: to_plain(value) for name, value in row.items()}
-    extra = plain.pop("extra_info", None)
-    columns: dict[str, object] = {}
-    if isinstance(extra, Mapping):
-        columns = without_facts(extra)
-    for name in ("data_source", "reward_model"):
-        plain.pop(name, None)
-    responses = plain.pop("responses", None)
-    return {**plain, **columns, "responses": responses}
+def _answered(given: PlainRow, made: PlainRow, row: Mapping[str, object]) -> dict[str, object]:
+    """A row as the caller gave it, with what was added to the row that was written for it: its responses."""
+    return {**given, **{name: to_plain(value) for name, value in row.items() if name not in made}}

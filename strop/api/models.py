@@ -4,6 +4,7 @@ this copy: the object itself is not changed, and the run can go on without it.""
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NAME_DIGITS = 12
 
@@ -116,8 +117,8 @@ def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     return load_tokenizer(name)
 
 
-def _fingerprint(model: nn.Module) -> str:
-    """A hash of all weights."""
+def _fingerprint(model: PreTrainedModel) -> str:
+    """A hash of all weights and of the configurations that are saved with them."""
     import torch
 
     digest = hashlib.sha256(type(model).__name__.encode())
@@ -125,7 +126,18 @@ def _fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
         digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            digest.update(_written(config).encode())
     return digest.hexdigest()[:NAME_DIGITS]
+
+
+def _written(config: PretrainedConfig | GenerationConfig) -> str:
+    """A configuration as text, without where it was loaded from and which version wrote it."""
+    settings = config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        settings.pop(name, None)
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def plain_module(trained: nn.Module, weights: dict[str, Any]) -> PreTrainedModel:

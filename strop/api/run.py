@@ -23,6 +23,8 @@ PLOTTED = (
     "response_length/mean",
 )
 """Metrics that `Run.plot` draws by itself, if the run has them; the first one that is there."""
+SPLITS = ("train", "validation")
+"""What a run keeps samples of."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Run(Generic[Config]):
             curves[name] = metrics.points(name)
             if not curves[name]:
                 raise ValueError(f"There is no metric {name!r}. Metrics: {', '.join(metrics.columns)}.")
-        return Chart(line_chart(file or self.folder / "curves.png", curves, title=self.folder.name))
+        target = Path(file or self.folder / "curves.png").expanduser()
+        return Chart(line_chart(target, curves, title=self.folder.name))
 
     @staticmethod
     def _plotted(columns: list[str]) -> list[str]:
@@ -105,6 +108,8 @@ class Run(Generic[Config]):
         from strop.data.files import open_file
         from strop.run.sample_table import FOLDER, file_name, parse_name
 
+        if split not in SPLITS:
+            raise ValueError(f"There is no split {split!r}. Set split to {' or '.join(SPLITS)}.")
         folder = self.folder / FOLDER
         steps = []
         for file in folder.glob(f"{split}_*.parquet"):
@@ -139,7 +144,7 @@ class Run(Generic[Config]):
         """Write the model and its tokenizer as a folder that transformers loads."""
         from strop.api.models import write_module
 
-        target = Path(folder)
+        target = Path(folder).expanduser()
         write_module(self.model, target)
         self.tokenizer.save_pretrained(target)
         return target

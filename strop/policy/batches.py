@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ def prompt_of(given: PromptLike, tokenizer: PreTrainedTokenizerBase, index: int)
     if isinstance(given, str):
         ids = Chat(tokenizer, plain=True).encode(given, start=True)
         return Prompt(index, ids, [{"role": "user", "content": given}], data_source="policy")
-    items = list(given)
+    items = list(given) if isinstance(given, Iterable) else []
     if items and all(isinstance(item, int) for item in items):
         return Prompt(index, [int(item) for item in items if isinstance(item, int)], [], data_source="policy")
     messages = [dict(item) for item in items if isinstance(item, Mapping)]
@@ -87,8 +87,14 @@ def prompt_of(given: PromptLike, tokenizer: PreTrainedTokenizerBase, index: int)
 # --- rows to train on ---------------------------------------------------------------------------------------
 
 
+def listed(rows: TokenRows) -> TokenRows:
+    """Rows that can be read several times: the first reading of an iterator uses it up."""
+    return rows if isinstance(rows, Batch) else list(rows)  # type: ignore[return-value] # the same kinds
+
+
 def training_batch(rows: TokenRows) -> Batch:
     """The batch of rows in any of their forms."""
+    rows = listed(rows)
     if isinstance(rows, Batch):
         if not len(rows):
             raise ValueError("The batch is empty.")

@@ -22,6 +22,7 @@ class Gate:
         """The thread of the training operation."""
         self._trainers_waiting = 0
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self.closed = False
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -32,6 +33,7 @@ class Gate:
             self._trainers_waiting += 1
             try:
                 self._changed.wait_for(lambda: self._training is None and not self._sampling)
+                self._refuse_closed()
                 self._training = threading.get_ident()
             finally:
                 self._trainers_waiting -= 1
@@ -51,6 +53,7 @@ class Gate:
         while True:
             with self._changed:
                 self._refuse_nested()
+                self._refuse_closed()
                 if self._training is None and not self._trainers_waiting:
                     self._sampling[loop] += 1
                     break
@@ -66,6 +69,20 @@ class Gate:
                     del self._sampling[loop]  # a closed event loop must not be kept
                 if not self._sampling:
                     self._wake()
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Alone in the block, and nothing is admitted afterwards."""
+        with self.training():
+            self.closed = True
+            yield
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise ValueError(
+                "The policy is closed: its engine is gone, and a loaded model belongs to its owner again. "
+                "Make a new Policy; save_state before close, and load_state, carry the training over."
+            )
 
     def _wake(self) -> None:
         self._changed.notify_all()

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import Totals
@@ -201,7 +200,8 @@ def in_original_order(function: OwnLoss) -> Loss:
 def output_gradients(
     function: OwnLoss, outputs: Outputs, batch: Batch, want: Sequence[str]
 ) -> tuple[float, dict[str, Tensor]]:
-    """The value of a user's loss, and its gradient with respect to each output."""
+    """The value of a user's loss, and its gradient with respect to each output. Parameters of the user's own
+    get theirs, as in one pass."""
     leaves: dict[str, Tensor] = {}
     for name in want:
         leaves[name] = getattr(outputs, name).detach().clone().requires_grad_()
@@ -209,8 +209,8 @@ def output_gradients(
     if not bool(value.isfinite()):
         rows, causes = suspects(batch, {name: leaf.detach() for name, leaf in leaves.items()})
         raise NonFiniteLoss(rows or list(range(len(batch))), causes, float(value.detach()))
-    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-    gradients = {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}
+    value.backward()
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     return float(value.detach()), gradients
 
 

@@ -33,6 +33,7 @@ from strop.policy.batches import (
     TokenRows,
     check_batch,
     check_trains,
+    listed,
     pairs_batch,
     prompt_of,
     row_log_probs,
@@ -97,7 +98,6 @@ class Policy:
         self.calls = 0
         """How often `sample` and `asample` drew with a seed of the policy."""
         self._gate = Gate()
-        self._closed = False
         self._core = start_core(self.config, ranks, runtime, self._module)
         self.config = self._core.config
         self._facts = self._core.facts()
@@ -181,7 +181,7 @@ class Policy:
         with self._gate.training():
             base, call = self._stream(seed)
             found = self._core.sample(numbered, sampling, n, base, call, adapter)
-        groups: list[list[Trajectory]] = [[] for _ in prompts]
+        groups: list[list[Trajectory]] = [[] for _ in numbered]
         for trajectory in found:
             groups[trajectory.group].append(self._cut(trajectory, stop))
         return groups
@@ -271,6 +271,7 @@ class Policy:
         Each list is a group; rows without lists are grouped by `Trajectory.group`. `advantages`: an estimator
         by name (grpo, rloo, reinforce_plus_plus ...), with the settings of the `algorithm` section.
         """
+        rows = listed(rows)
         batch = check_batch(training_batch(rows), self._facts.vocabulary, self._facts.longest)
         if advantages is None:
             return batch
@@ -384,10 +385,9 @@ class Policy:
 
     def close(self) -> None:
         """Free the engine and remove all patches from a model that the caller loaded."""
-        if self._closed:
+        if self._gate.closed:
             return
-        self._closed = True
-        with self._gate.training():
+        with self._gate.closing():
             self._core.close()
         if self._module is not None:
             release_module(self._module)

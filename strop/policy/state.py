@@ -22,7 +22,7 @@ from strop.run.checkpoint.contents import (
     role_parts,
     role_state,
 )
-from strop.run.checkpoint.layout import candidates
+from strop.run.checkpoint.layout import DamagedCheckpoint, candidates, saved_checkpoints, step_folders
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Checkpoints, Export, load
 from strop.run.checkpoint.tensor_files import write_tensors
@@ -37,6 +37,8 @@ CONTENTS = ("model", "optimizer", "extra")
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
 """Part with the name of the optimizer."""
+ADAPTER = "adapter"
+"""Part with the name of the adapter."""
 SCALE = "adapter_scale"
 """Part with what the product of an adapter is multiplied by (alpha / rank)."""
 
@@ -50,6 +52,7 @@ def write_state(path: Path, backend: ModuleBackend, adapter: str, counters: Mapp
     `path/global_step_<updates>` is complete or absent; an older one is deleted when it is complete. Names of
     weights do not contain the name of the adapter, so that another adapter can load them.
     """
+    _refuse_state_of_another(path, adapter)
     state = backend.state_dict()
     plain: dict[str, Any] = {**state}
     for part in ("model", "optimizer"):
@@ -63,10 +66,25 @@ def write_state(path: Path, backend: ModuleBackend, adapter: str, counters: Mapp
     parts["random"] = capture_random_states()
     parts["policy"] = dict(counters)
     parts[OPTIMIZER] = _optimizer(backend)
+    parts[ADAPTER] = adapter
     parts[SCALE] = _scale(backend, adapter)
     keep = RetentionPolicy(newest=1)
     with Checkpoints(path, background=False, keep=keep, ranks=backend.ranks) as checkpoints:
         checkpoints.save(counters["updates"], parts)
+
+
+def _refuse_state_of_another(path: Path, adapter: str) -> None:
+    """A ValueError if the folder has the state of another adapter, which this one would replace."""
+    for saved in saved_checkpoints(path):
+        try:
+            owner = load(saved.path, only=lambda part: part == ADAPTER).get(ADAPTER)
+        except DamagedCheckpoint:
+            continue
+        if owner is not None and owner != adapter:
+            raise ValueError(
+                f"save_state: {path} holds the state of the adapter {owner!r}, and that of {adapter!r} would "
+                "replace it. Give each adapter a folder of its own, or delete the old state."
+            )
 
 
 def read_state(path: Path, backend: ModuleBackend, adapter: str, *, optimizer: bool = True) -> dict[str, int]:
@@ -124,8 +142,8 @@ def _scale(backend: ModuleBackend, adapter: str) -> float | None:
 def write_sampling_folder(
     path: Path, backend: ModuleBackend, adapter: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write a folder that transformers loads, or peft where an adapter is trained. It appears whole; a folder
-    of that name is replaced."""
+    """Write a folder that transformers loads, or peft where an adapter is trained. It appears whole; an older
+    one of that name is replaced, and anything else there is refused."""
     export = _folder(backend, adapter, tokenizer)
     backend.ranks.run_or_raise_on_all(
         lambda: _write_folder(path, *export) if backend.ranks.is_rank0 else None,
@@ -145,7 +163,28 @@ def _folder(backend: ModuleBackend, adapter: str, tokenizer: PreTrainedTokenizer
     return "adapter_model.safetensors", Export(adapter_tensors(backend), write)
 
 
+def _replaceable(path: Path) -> Path:
+    """The folder to write, behind a symbolic link if `path` is one. A ValueError for something else than an
+    older folder of the same kind: it would be deleted."""
+    if path.is_symlink():
+        path = path.resolve()
+    if not path.exists():
+        return path
+    found = "a file"
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())
+        written = {"config.json", "adapter_config.json"} & set(names)
+        if not names or (written and not step_folders(path)):
+            return path
+        found = f"a folder with other files ({', '.join(names[:4])})"
+    raise ValueError(
+        f"save_for_sampling replaces its folder, and {path} is {found}, which would be lost. Give a new "
+        "folder."
+    )
+
+
 def _write_folder(path: Path, file: str, export: Export) -> None:
+    path = _replaceable(path)
     staged = path.with_name(f".{path.name}.new")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)

@@ -125,12 +125,18 @@ class ReferencePass:
         aside.replace(self._file)
 
     def _name(self, rows: SupervisedDataset) -> str:
-        """Changes with the rows, with how they become items (kto: one per response) and tokens, and with the
-        weights."""
+        """Changes with the rows, with how they become items (kto: one per response) and tokens, with the
+        weights, and with what the model computes with them."""
         facts: list[object] = [type(rows).__name__, rows.fingerprint(), rows.config]
         facts.append(rows.chat.template or rows.chat.tokenizer.chat_template)
         model = self.config.model
-        for path in (self.config.ref.path, model.tokenizer_path, model.lora_adapter_path):
+        facts += [model.override_config, model.quantization, model.fsdp_config.dtype]
+        for path in (
+            self.config.ref.path,
+            model.tokenizer_path,
+            model.lora_adapter_path,
+            model.hf_config_path,
+        ):
             facts += [path, _versions(path)]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 

@@ -48,6 +48,24 @@ def outer():
     return inner
 
 anonymous = lambda completion: 0.0
+
+def digits_of(text):
+    return NUMBER.findall(text)
+
+numbers = digits_of
+row = object()
+
+def uses_another_name(completion, **row):
+    return len(numbers(completion)) + len(row)
+
+def uses_local_names(completion):
+    connection = [row for row in completion]
+    return len(connection)
+
+COUNTS = Counter("aab")
+
+def uses_a_subclass_of_dict(completion):
+    return COUNTS[completion]
 '''
 
 
@@ -89,9 +107,19 @@ def test_a_function_of_a_notebook_is_written_with_what_it_uses(notebook: ModuleT
     assert len(list(tmp_path.glob("*.py"))) == 1
 
 
+@pytest.mark.parametrize("name", ["uses_another_name", "uses_local_names"])
+def test_names_of_a_function_are_those_that_it_reads(notebook: ModuleType, tmp_path: Path, name: str) -> None:
+    """A second name of a function is written too; a local variable with the name of a global is not."""
+    function = getattr(notebook, name)
+    found = locate(function, tmp_path)
+    assert found.problem is None
+    assert load_attribute(found.path, found.name)("17 and 7") == function("17 and 7")
+
+
 @pytest.mark.parametrize(
     ("choose", "why"),
     [
+        (lambda cell: cell.uses_a_subclass_of_dict, "uses COUNTS, a Counter"),
         (lambda cell: cell.uses_connection, "uses connection, an object"),
         (lambda cell: cell.outer(), "inside another function and uses secret of it"),
         (lambda cell: cell.anonymous, "not a function with a name"),

@@ -29,6 +29,36 @@ def test_a_model_answers(task: Path) -> None:
     assert table["prompt"] == ["1+1=", "2+2="] and [len(row) for row in table["responses"]] == [2, 2]  # type: ignore[arg-type]
 
 
+def test_rows_come_back_as_they_were_given(
+    task: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also the columns that only scoring reads: the responses can be scored afterwards."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows: list[dict[str, object]] = [
+        {"question": "1+1=", "ground_truth": "2", "data_source": "sums", "extra_info": {"level": 1}},
+        {"question": "1+2=", "ground_truth": "3", "data_source": "sums", "level": 2},
+    ]
+    keys = {"max_response_length": 4, "max_prompt_length": 8, "prompt_key": "question"}
+    table = strop.generate(task / "model", rows, output="~/out/answers.parquet", **keys)  # type: ignore[arg-type]
+    assert (tmp_path / "out" / "answers.parquet").exists()
+    for row, given in zip(table, rows, strict=True):
+        assert {**row, "responses": 0} == {**given, "responses": 0}
+
+    def reward(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, object]
+    ) -> float:
+        assert data_source == "sums" and ground_truth in ("2", "3")
+        return 1.0
+
+    found = strop.evaluate(None, table, reward, prompt_key="question")
+    assert found["score"] == 1.0 and found.rows["prompt"] == ["1+1=", "1+2="]
+
+
+def test_keys_of_a_generation_that_does_not_happen_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"generates none, so n=4 would change nothing"):
+        strop.evaluate(None, ANSWERED, right, n=4)
+
+
 def test_one_text_is_not_a_file_of_prompts(task: Path) -> None:
     with pytest.raises(ValueError, match="prompts is one text, 'two'"):
         strop.generate(task / "model", "two")

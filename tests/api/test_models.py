@@ -33,6 +33,20 @@ def test_a_module_is_saved_once_and_again_when_it_changes(model: PreTrainedModel
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_changed_configuration_is_another_model(model: PreTrainedModel, tmp_path: Path) -> None:
+    """The weights are the same, and the run must not start from the folder with the old configuration."""
+    first = save_model(model, None, tmp_path)
+    model.generation_config.eos_token_id = [1, 5]
+    second = save_model(model, None, tmp_path)
+    assert GenerationConfig.from_pretrained(second).eos_token_id == [1, 5]
+    model.config.rms_norm_eps = 0.5
+    third = save_model(model, None, tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(third).config.rms_norm_eps == 0.5
+    assert len({first, second, third}) == 3
+    moved = AutoModelForCausalLM.from_pretrained(third)  # the same model from another place is the same
+    assert save_model(moved, None, tmp_path) == third
+
+
 def test_a_generation_config_that_transformers_refuses_to_save_is_kept(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -52,6 +52,15 @@ def test_a_run_leaves_metrics_samples_and_a_plain_model(run: strop.Run[Any], tmp
     assert not run.model.training and run.model.generate(ids, max_new_tokens=2).shape[0] == 1
 
 
+def test_a_folder_may_be_in_the_home_directory(
+    run: strop.Run[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run.save("~/out") == tmp_path / "out" and (tmp_path / "out" / "config.json").exists()
+    with pytest.raises(ValueError, match=r"There is no split 'val'. Set split to train or validation"):
+        run.samples(split="val")
+
+
 def test_the_command_line_gives_the_same_numbers(run: strop.Run[Any], tmp_path: Path) -> None:
     words = arguments(run.command())
     assert words[0] == "ppo"

@@ -262,6 +262,46 @@ def test_an_own_loss_may_want_no_log_probs(policy: Policy) -> None:
     assert found.log_probs == [None] * len(data)
 
 
+@pytest.mark.parametrize("micro", [1, 64])
+def test_parameters_of_an_own_loss_get_their_gradients(task: Path, micro: int) -> None:
+    """In one pass and in two."""
+    with make(task, ppo_micro_batch_size_per_gpu=micro) as policy:
+        scale = torch.nn.Parameter(torch.tensor(2.0))
+        batch = policy.batch(rows(policy))
+        found = policy.forward_backward(batch, lambda o, b: scale * mean_loss(o, b))
+        assert scale.grad is not None
+        torch.testing.assert_close(scale.grad * 2.0, torch.tensor(found.loss))
+        policy.optim_step()
+
+
+def test_iterators_of_rows_and_prompts_are_read_whole(policy: Policy) -> None:
+    groups = policy.sample(iter(PROMPTS), n=4, max_tokens=5, seed=0)
+    assert [len(group) for group in groups] == [4, 4, 4]
+    for place, trajectory in enumerate(itertools.chain(*groups)):
+        trajectory.score = float(place % 3)
+    whole = policy.batch(list(itertools.chain(*groups)), advantages="grpo")
+    batch = policy.batch(itertools.chain(*groups), advantages="grpo")
+    assert len(batch) == 12 and batch.advantages is not None and whole.advantages is not None
+    assert torch.equal(batch.advantages, whole.advantages)
+    loss = policy.forward(iter(rows(policy)), "importance_sampling").loss
+    assert loss == policy.forward(rows(policy), "importance_sampling").loss
+
+
+def test_a_closed_policy_does_nothing(task: Path) -> None:
+    """Its model belongs to its owner again, and its engine is gone."""
+    model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
+    policy = Policy(model, AutoTokenizer.from_pretrained(task / "model"), **FAST)  # type: ignore[arg-type]
+    policy.close()
+    policy.close()
+    for call in (
+        lambda: policy.sample(PROMPTS, max_tokens=2),
+        lambda: policy.forward_backward([Datum([1], [2])], "cross_entropy"),
+        lambda: asyncio.run(policy.asample(PROMPTS[0], max_tokens=2)),
+    ):
+        with pytest.raises(ValueError, match="policy is closed"):
+            call()
+
+
 def test_hyperparameters_of_one_step_hold_for_that_step(policy: Policy) -> None:
     data = rows(policy)
     policy.forward_backward(data, "ppo")
@@ -536,6 +576,16 @@ def test_the_state_of_an_adapter_with_another_scale_is_refused(task: Path, tmp_p
                 other.load_state(tmp_path, optimizer=optimizer)
 
 
+def test_the_state_of_another_adapter_is_not_replaced(adapted: Policy, tmp_path: Path) -> None:
+    adapted.add_adapter("b")
+    adapted.save_state(tmp_path / "states")
+    with pytest.raises(ValueError, match=r"state of the adapter 'default', and that of 'b' would replace it"):
+        adapted.save_state(tmp_path / "states", adapter="b")
+    adapted.save_state(tmp_path / "states")
+    adapted.save_state(tmp_path / "b", adapter="b")
+    adapted.load_state(tmp_path / "states", adapter="b")
+
+
 def test_an_adapter_may_have_the_name_that_the_engine_has_for_no_adapter(adapted: Policy) -> None:
     plain = adapted.sample(PROMPTS, max_tokens=4, seed=1, adapter=None)
     adapted.add_adapter("base")
@@ -601,6 +651,22 @@ def test_the_folder_for_sampling_loads_elsewhere(task: Path, tmp_path: Path, lor
 
 
 # --- a loaded model, and bad input --------------------------------------------------------------------------
+
+
+def test_the_folder_for_sampling_replaces_only_its_own(policy: Policy, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "latest").symlink_to(out, target_is_directory=True)
+    for _ in range(2):
+        policy.save_for_sampling(tmp_path / "latest")
+        assert (tmp_path / "latest").is_symlink() and (out / "config.json").exists()
+    (tmp_path / "notes").write_text("x")
+    policy.save_state(tmp_path / "state")
+    policy.save_state(out)
+    for name in ("notes", "state", "out"):
+        with pytest.raises(ValueError, match=r"which would be lost. Give a new folder"):
+            policy.save_for_sampling(tmp_path / name)
+    policy.load_state(tmp_path / "state")
+    policy.load_state(out)
 
 
 def test_a_loaded_model_is_trained_in_place_and_given_back(task: Path) -> None:
@@ -685,6 +751,7 @@ BAD_CALLS = {
     "clip_lo": lambda p: p.forward_backward(rows(p), "ppo", clip_lo=0.1),
     "must not be negative": lambda p: p.optim_step(lr=-1.0),
     "give it in a list": lambda p: p.sample("1+2=", max_tokens=2),
+    "Prompt 0 is '1'. Give a text": lambda p: p.sample([1, 2], max_tokens=2),
     "holds nothing": lambda p: p.forward_backward([], "ppo"),
     "are estimated from scored": lambda p: p.batch([Datum([1], [2])], advantages="grpo"),
 }  # fmt: skip

@@ -292,3 +292,13 @@ def test_other_weights_at_the_same_path_are_another_reference(pairs, tmp_path):
     shutil.copytree(pairs / "model", model, dirs_exist_ok=True)
     steps = train("dpo", base)
     assert steps[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("change", [["model.override_config.rms_norm_eps=0.05"], ["model.quantization=nf4"]])
+def test_another_computation_with_the_same_weights_is_another_reference(pairs, tmp_path, change):
+    """As above: the folder has log-probs of an earlier run with the same files."""
+    base = [*settings(pairs, tmp_path, "dpo"), "data.val_files=null", "model.lora_rank=2"]
+    base += ["trainer.resume_mode=disable", "trainer.total_training_steps=1"]
+    train("dpo", base)
+    steps = train("dpo", base, *change)
+    assert steps[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
