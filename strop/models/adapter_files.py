@@ -13,6 +13,9 @@ _BEYOND_LORA = (
     *("modules_to_save", "trainable_token_indices", "layer_replication"),
 )
 """Keys of adapter_config.json with which the model computes more than W x + scale B A x."""
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights with which peft takes a part out of W, whenever it loads the adapter: W is
+then no longer the model before training, and no other program has it."""
 
 
 def check_adapter_folder(folder: Path, path: str, *, only_lora: bool) -> None:
@@ -64,6 +67,9 @@ def _refuse_other_kinds(path: str, said: Mapping[str, Any]) -> None:
     for key, plain in (("peft_type", "LORA"), ("bias", "none")):
         if said.get(key, plain) != plain:
             beyond.append(f"{key}={said[key]!r}")
+    initial = said.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower().startswith(_CHANGES_BASE):
+        beyond.append(f"init_lora_weights={initial!r}")
     if beyond:
         raise ValueError(
             f"The adapter of lora_adapter_path={path!r} has {', '.join(beyond)}; Strop trains and exports "

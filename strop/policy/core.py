@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ from strop.ppo.roles import EngineMemory, backend_maker, build_actor, rollout_mo
 from strop.ppo.sampler import NumberedPrompt, PromptSampler, Sampler
 from strop.ranks import Ranks
 from strop.registry import load_plugins
-from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.base import Completion, Request, Sampling, num_embeddings
 from strop.rollout.position_limit import resolve_max_model_len
 from strop.shared.adapter_folders import load_weights, read_sampling_folder
 from strop.shared.build import device_of, engine_for, max_model_len, tensor_parallel_size
@@ -127,7 +127,7 @@ class PolicyCore:
         if isinstance(ends, int):
             ends = [ends]
         return PolicyFacts(
-            vocabulary=int(cast("nn.Embedding", core.get_input_embeddings()).num_embeddings),
+            vocabulary=num_embeddings(core),
             longest=max_model_len(self.config.actor_rollout_ref.rollout),
             end_ids=tuple(ends),
             weights=sum(master.numel() for master in self.backend.weights.masters.values()),

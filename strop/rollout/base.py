@@ -215,7 +215,8 @@ def completion_limit(request: Request, sampling: Sampling) -> int:
 
 def num_embeddings(model: PreTrainedModel) -> int:
     """The size of the vocabulary, padding of the embedding included."""
-    return int(cast("nn.Embedding", model.get_input_embeddings()).num_embeddings)
+    embeddings = model.get_input_embeddings()
+    return int(cast("nn.Embedding", getattr(embeddings, "base_layer", embeddings)).num_embeddings)
 
 
 def check_request(

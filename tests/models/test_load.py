@@ -295,6 +295,9 @@ def test_dropout_of_loaded_adapters_is_that_of_the_configuration(folder, tmp_pat
         ),
         (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), "bias='all'"),
         (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "peft_type='IA3'"),
+        # These change the weights that they are added to: without them it is not the model before training.
+        (LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+        (LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="olora"), "init_lora_weights='olora'"),
     ],
 )
 def test_adapters_that_an_export_would_leave_out_are_refused(folder, tmp_path, kind, said):

@@ -348,3 +348,16 @@ def test_models_that_rows_cannot_be_told_apart_in_are_refused() -> None:
         with pytest.raises(ValueError, match=reason):
             engine = NativeEngine(get_peft_model(tiny.make("qwen2"), config))
             engine.load_adapter("a", {f"{Q}.lora_A": A, f"{Q}.lora_B": B}, 1.0)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_adapters_on_the_embeddings(quantization: str | None) -> None:
+    """peft wraps the embeddings; the engine asks them for the size of the vocabulary."""
+    config = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny.make("llama"), config).eval()
+    groups = NativeEngine(model, quantization=quantization).generate([Request(p) for p in PROMPTS], GREEDY)
+    for prompt, (answer,) in zip(PROMPTS, groups, strict=True):
+        expected = tiny.plain_log_probs(model, prompt, answer.ids)
+        found = expected.gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
+        close = 1e-5 if quantization is None else 0.3
+        torch.testing.assert_close(torch.tensor(answer.log_probs), found, atol=close, rtol=0)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.models.projections.fused import fused_forwards
 from strop.rollout.base import Request, Sampling
@@ -22,6 +24,7 @@ from strop.rollout.native.quantization.formats import (
     product,
 )
 from strop.rollout.native.quantization.layers import QuantizedLayers
+from tests.models.tiny import SIZE
 from tests.rollout import tiny
 from tests.rollout.test_native import PROMPTS
 
@@ -112,6 +115,16 @@ def test_what_is_quantised(caplog: pytest.LogCaptureFixture) -> None:
     others.apply([])
     changed = {path for path, part in experts.named_modules() if "forward" in part.__dict__}
     assert changed and not any(path.endswith(".gate") for path in changed)
+
+
+@pytest.mark.parametrize(("family", "router"), [("hunyuan_v1_moe", "gate.wg"), ("jetmoe", "router.layer")])
+def test_routers_with_a_linear_layer_inside_are_not_quantised(family: str, router: str) -> None:
+    experts = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_topk": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZE, **experts))
+    assert any(path.endswith(router) and isinstance(part, nn.Linear) for path, part in model.named_modules())
+    QuantizedLayers(model, "int8").apply([])
+    changed = {path for path, part in model.named_modules() if "forward" in part.__dict__}
+    assert changed and not any(path.endswith(router) for path in changed)
 
 
 @pytest.mark.parametrize("told", [True, False])

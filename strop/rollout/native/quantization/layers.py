@@ -33,8 +33,9 @@ from strop.rollout.native.quantization.producers import producers
 
 log = logging.getLogger(__name__)
 
-_ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of layers that choose experts: small, and a wrong choice costs more than a rounding."""
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Names of modules that choose experts: small, and a wrong choice costs more than a rounding. Some are a
+linear layer, some have one inside (`gate.wg`, `router.layer`)."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -257,8 +258,7 @@ def _single_layers(model: nn.Module) -> Iterator[nn.Linear]:
     for path, part in model.named_modules():
         if type(part) not in (nn.Linear, AddingLinear) or part in heads or "forward" in part.__dict__:
             continue
-        name = path.removesuffix(".base_layer").rsplit(".", 1)[-1]
-        if ".lora_" not in path and name not in _ROUTERS:
+        if ".lora_" not in path and _ROUTERS.isdisjoint(path.split(".")):
             assert isinstance(part, nn.Linear)
             yield part
 
