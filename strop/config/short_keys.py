@@ -25,7 +25,11 @@ _TRAINER = {
     "seed": "trainer.seed",
     "path": "model.path",
 }
-_SUPERVISED = {**_TRAINER, "use_remove_padding": "use_remove_padding"}
+_SUPERVISED = {
+    **_TRAINER,
+    "use_remove_padding": "use_remove_padding",
+    "dtype": "model.fsdp_config.dtype",
+}
 SHORT_FORMS: dict[str, dict[str, str]] = {
     "ppo_trainer": {
         **_TRAINER,

@@ -31,6 +31,11 @@ def test_a_name_stands_for_one_key(name: str, key: str) -> None:
     assert full_key("ppo_trainer", name) == key
 
 
+@pytest.mark.parametrize("root", ["sft_trainer", "rm_trainer", "dpo_trainer"])
+def test_the_dtype_of_supervised_training_is_that_of_the_model(root: str) -> None:
+    assert full_key(root, "dtype") == "model.fsdp_config.dtype"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
