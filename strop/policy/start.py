@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strop.config.rules.actor import one_device_optimizer
+from strop.config.rules.actor import usable_optimizer
 from strop.config.schema.ppo import PpoConfig
 from strop.policy.core import PolicyCore
 from strop.policy.ownership import own_module, release_module
@@ -21,7 +21,7 @@ def start_core(
     if runtime not in ("local", "ray"):
         raise ValueError(f"runtime={runtime!r} must be 'local' or 'ray'.")
     optim = config.actor_rollout_ref.actor.optim
-    for finding in one_device_optimizer("actor_rollout_ref.actor.optim", optim, ranks):
+    for finding in usable_optimizer("actor_rollout_ref.actor.optim", optim, ranks):
         raise ValueError(str(finding))
     alone = ranks == 1 and runtime == "local"
     if module is None:

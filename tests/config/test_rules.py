@@ -539,3 +539,14 @@ def test_gradient_checkpointing_named_twice():
     assert "Leave out one" in errors(*both)[f"{model}.gradient_checkpointing"]
     agree = [f"{model}.gradient_checkpointing=selective", f"{model}.enable_gradient_checkpointing=true"]
     assert f"{model}.gradient_checkpointing" not in errors(*agree)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer"])
+def test_optimizers_that_do_not_fit_into_an_update(root: str, name: str) -> None:
+    section = "actor_rollout_ref.actor.optim" if root == "ppo_trainer" else "optim"
+    words = [f"{section}.optimizer={name}", "data.train_files=x"]
+    found = [str(finding) for finding in check(load(root, words))]
+    assert any(f"{section}.optimizer: {name}" in text and "Set AdamW." in text for text in found)
+    own = [str(finding) for finding in check(load(root, [*words, f"{section}.optimizer_impl=mine"]))]
+    assert not any("Set AdamW." in text for text in own)

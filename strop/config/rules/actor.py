@@ -204,17 +204,26 @@ def optimizer(loaded: Loaded[PpoConfig]) -> Findings:
     """The optimizers of policy and critic on their devices."""
     config = loaded.config
     devices = device_count(config.trainer)
-    yield from one_device_optimizer(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, devices)
+    yield from usable_optimizer(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, devices)
     if has_critic(config):
         if config.critic.nnodes:
             devices = device_count(config.critic)
-        yield from one_device_optimizer("critic.optim", config.critic.optim, devices)
+        yield from usable_optimizer("critic.optim", config.critic.optim, devices)
 
 
-def one_device_optimizer(section: str, optim: OptimConfig, devices: int) -> Findings:
-    """AdamW8bit cuts whole weights into blocks, which the shards of several devices would cut through.
-    Adafactor of torch takes means of whole rows and columns, and fails with sharded weights in its first
-    step."""
+_UNUSABLE = {
+    "LBFGS": "computes the loss several times in one step, but an update has the gradient of one pass",
+    "SparseAdam": "takes sparse gradients only, but those of a language model are dense",
+}
+
+
+def usable_optimizer(section: str, optim: OptimConfig, devices: int) -> Findings:
+    """Two optimizers of torch do not fit into an update. AdamW8bit cuts whole weights into blocks, which the
+    shards of several devices would cut through. Adafactor of torch takes means of whole rows and columns, and
+    fails with sharded weights in its first step."""
+    reason = _UNUSABLE.get(optim.optimizer) if optim.optimizer_impl == "torch.optim" else None
+    if reason:
+        yield error(f"{section}.optimizer", f"{optim.optimizer} {reason}. Set AdamW.")
     alone = optim.optimizer in ("AdamW8bit", "Adafactor") and optim.optimizer_impl == "torch.optim"
     if alone and devices > 1:
         yield error(

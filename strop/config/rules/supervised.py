@@ -11,9 +11,9 @@ from strop.config.rules.actor import (
     dropout_rates,
     four_bit_weights,
     lora_scale,
-    one_device_optimizer,
     two_betas,
     unsupported_strategy,
+    usable_optimizer,
 )
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
 from strop.config.rules.megatron import megatron_schedule, own_balance, role_findings, supervised_role
@@ -131,7 +131,7 @@ def betas(loaded: Loaded[AnySupervisedConfig]) -> Findings:
 def optimizer(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     """The optimizer on the devices of the run."""
     config = loaded.config
-    yield from one_device_optimizer("optim", config.optim, device_count(config.trainer))
+    yield from usable_optimizer("optim", config.optim, device_count(config.trainer))
 
 
 def ppo_only_keys(loaded: Loaded[AnySupervisedConfig]) -> Findings:
