@@ -197,7 +197,7 @@ def module(name: str, words: list[str]) -> None:
         assert words == [], name
         return
     verb = name.rpartition(".main_")[2]
-    roots = {"generation": "generation", "eval": "evaluation"}
+    roots = {"generation": "generation", "generation_server": "generation", "eval": "evaluation"}
     compose(roots.get(verb, VERBS.get(verb, "")), words)
 
 

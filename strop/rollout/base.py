@@ -259,8 +259,7 @@ def error_completions(request: Request, reason: str, version: int) -> list[Compl
 
 
 def copy_weights(model: nn.Module, weights: NamedWeights) -> None:
-    """Copy each tensor into the parameter or buffer of that name. Tensors that share its memory are
-    skipped."""
+    """Copy each tensor into the parameter or buffer of that name, unless it shares its memory."""
     import torch
 
     targets = dict(model.named_buffers(remove_duplicate=False))
