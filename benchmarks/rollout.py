@@ -310,7 +310,11 @@ class Ours:
         self._turn += 1
         requests = self._requests
         if self._turn == 1 and self._warm_up is not None:
-            requests = [replace(one, max_tokens=min(one.max_tokens, self._warm_up)) for one in requests]
+            most = max(one.max_tokens or 0 for one in requests)
+            factor = min(1.0, self._warm_up / most)  # rows end one by one, as in the later rounds
+            requests = [
+                replace(one, max_tokens=max(1, round((one.max_tokens or 0) * factor))) for one in requests
+            ]
         self._engine.update_weights(
             (), self._turn
         )  # each round computes its prompts, as after a weight update
@@ -412,6 +416,8 @@ def measure(systems: dict[str, System], repeats: int) -> dict[str, list[float]]:
             tokens, seconds = run()
             if turn > 0:  # the first round warms up
                 rates[name].append(tokens / seconds)
+            found = {"turn": turn, "engine": name, "tokens": tokens, "seconds": round(seconds, 2)}
+            print(json.dumps(found), file=sys.stderr, flush=True)
     return rates
 
 
@@ -472,7 +478,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--vllm-settings", default="{}", help="more arguments of vllm.LLM as JSON")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--warm-up-tokens", type=int, help="most new tokens of a completion in the first round"
+        "--warm-up-tokens",
+        type=int,
+        help="most new tokens of a completion in the first round; shorter ones are shortened alike",
     )
     parser.add_argument(
         "--vllm-warm-up-tokens",
