@@ -503,7 +503,7 @@ def options() -> argparse.Namespace:
     found = parser.parse_args()
     if found.epochs is not None:
         found.repeats = max(1, found.epochs - 1)
-    if found.kv_cache_dtype is not None:
+    if found.kv_cache_dtype is not None and "native-fp8cache" not in found.engines:
         found.engines += ",native-fp8cache"
     if found.draft_model is not None:
         found.engines += ",native-draft"
