@@ -123,8 +123,7 @@ def halved(micro: MicroBatching, lengths: Sequence[int]) -> MicroBatching | None
     """Micro-batches of half the size; None where they are as small as they can be."""
     size = micro.rows_per_item
     if micro.max_tokens is not None:
-        largest = max(sum(lengths[start : start + size]) for start in range(0, len(lengths), size))
-        budget = max(largest, min(micro.max_tokens, sum(lengths)) // 2)
+        budget = max(_largest_item(lengths, size), min(micro.max_tokens, sum(lengths)) // 2)
         if budget >= micro.max_tokens:
             return None
         return dataclasses.replace(micro, max_tokens=budget)
@@ -132,6 +131,11 @@ def halved(micro: MicroBatching, lengths: Sequence[int]) -> MicroBatching | None
     if rows >= micro.rows:
         return None
     return dataclasses.replace(micro, rows=rows)
+
+
+def _largest_item(lengths: Sequence[int], size: int) -> int:
+    """Tokens of the largest `size` consecutive rows that stay together."""
+    return max(sum(lengths[start : start + size]) for start in range(0, len(lengths), size))
 
 
 def shard_rows(
@@ -273,7 +277,7 @@ class OomRetry:
         OOM is an error, and so is one that other ranks do not know of: they are in the middle of a collective
         and cannot start over."""
         wanted = micro
-        micro = self._fits.get(wanted, wanted)
+        micro = self._remembered(wanted, lengths)
         while True:
             try:
                 return attempt(micro)
@@ -282,6 +286,17 @@ class OomRetry:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+    def _remembered(self, wanted: MicroBatching, lengths: Sequence[int]) -> MicroBatching:
+        """`wanted`, or the smaller size that was found for it. A later batch may have a longer row than the
+        one that it was found for: the budget is never below that row."""
+        found = self._fits.get(wanted)
+        if found is None:
+            return wanted
+        if wanted.max_tokens is None or found.max_tokens is None:
+            return found
+        needed = max(found.max_tokens, _largest_item(lengths, wanted.rows_per_item))
+        return dataclasses.replace(found, max_tokens=min(needed, wanted.max_tokens))
 
     def _after(
         self,

@@ -54,6 +54,24 @@ def test_a_pass_that_does_not_fit_is_made_again_with_half(micro, caplog):
     )
 
 
+def test_a_longer_row_than_the_size_that_was_found_has_room_again():
+    """Responses grow during a run: the budget of a step with short rows must not refuse a later one."""
+    batch = tiny_batch()
+    micro = MicroBatching(max_tokens=max(batch.lengths) + 10)
+    small = make_backend(SmallDevice, tiny_model(), optim=optim())
+    short = batch.select([row for row, length in enumerate(batch.lengths) if length < max(batch.lengths)])
+    small.room = max(short.lengths)
+    small.forward(short, ["log_probs"], micro)
+    assert small.out_of_memory, "the budget was halved below the longest row of the whole batch"
+    small.room = max(batch.lengths)
+    found = small.forward(batch, ["log_probs"], micro).log_probs
+    expected = single(tiny_model(), optim=optim()).forward(batch, ["log_probs"], micro).log_probs
+    torch.testing.assert_close(found, expected)
+    small.room -= 1
+    with pytest.raises(ValueError, match="out of memory with micro-batches of one row"):
+        small.forward(batch, ["log_probs"], micro)
+
+
 def test_what_others_can_spare_comes_before_smaller_micro_batches():
     batch, micro = tiny_batch(), MicroBatching(rows=4)
     asked = []
