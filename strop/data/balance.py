@@ -80,7 +80,8 @@ def micro_batches(
     blocks = _blocks(lengths, max_tokens, group_size, padded_width)
     block_tokens = [_total(lengths, rows) for rows in blocks]
     block_costs = _block_costs(lengths, blocks)
-    count = max(min_count, math.ceil(sum(block_tokens) / max_tokens), 1)
+    alone = sum(2 * tokens > max_tokens for tokens in block_tokens)  # no two of them fit together
+    count = max(min_count, math.ceil(sum(block_tokens) / max_tokens), alone, 1)
     while True:
         count = math.ceil(count / count_multiple) * count_multiple
         if count > len(blocks):
@@ -95,7 +96,8 @@ def micro_batches(
         parts = balanced_partitions(block_costs, count)
         if max(_total(block_tokens, part) for part in parts) <= max_tokens:
             break
-        count += max(1, count // 100)  # one by one would take minutes for tens of thousands of rows
+        # One by one would take minutes for tens of thousands of rows. One block in each always fits.
+        count = min(count + max(1, count // 100), len(blocks))
     if light_ends:
         parts.sort(key=lambda part: (_total(block_costs, part), part[0]), reverse=True)
         parts = light_ends_order(parts)

@@ -93,6 +93,22 @@ def test_micro_batch_counts_follow_the_requests() -> None:
     )
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(205, 100), (1024, 9000), (203, 50)])
+def test_rows_that_fit_only_alone_or_almost_are_cut(rows: int, tokens: int) -> None:
+    """The count of micro-batches grows by a hundredth at a time, and must not jump over the last one that there
+    are rows for."""
+    budget = 3 * tokens // 2
+    lengths = [tokens] * rows
+    start = time.monotonic()
+    assert sorted(micro_batches(lengths, budget)) == [[row] for row in range(rows)]
+    assert time.monotonic() - start < 30
+    mixed = [*lengths, *[budget // 2 - 1] * 7]
+    parts = micro_batches(mixed, budget)
+    assert max(sum(mixed[row] for row in part) for part in parts) <= budget
+    thirds = [100] * (rows // 2) + [49] * rows  # some fit together, but not those of the first half
+    assert max(sum(thirds[row] for row in part) for part in micro_batches(thirds, 148)) <= 148
+
+
 def test_light_micro_batches_sit_at_both_ends() -> None:
     lengths = [90, 80, 70, 60, 50]
     order = [sum(lengths[row] for row in part) for part in micro_batches(lengths, 90, min_count=5)]
