@@ -10,6 +10,7 @@ from typing import TypeVar
 from strop.config.arithmetic import micro_batch_size, plan_ppo, plan_supervised
 from strop.config.derived import (
     async_plan,
+    device_count,
     estimator_needs,
     has_critic,
     has_local_teacher,
@@ -20,7 +21,7 @@ from strop.config.derived import (
     uses_engine_log_probs,
     uses_lora,
 )
-from strop.config.megatron import row_ranks, supervised_row_ranks
+from strop.config.megatron import ranks_per_row, row_ranks, supervised_row_ranks
 from strop.config.schema.actor import ActorConfig, RefConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.ppo import PpoConfig
@@ -144,6 +145,8 @@ class _PassSizes:
     """Sequences of a step, over all ranks."""
     rank: int
     """Sequences of one rank that are cut into micro-batches."""
+    ranks: int
+    """Ranks that share the sequences."""
     sequence_parallel: int
     """Ranks that share each sequence."""
 
@@ -162,7 +165,7 @@ def _pass(phase: str, role: str, keys: _MicroBatchKeys, sizes: _PassSizes) -> Pa
         tokens = min(max(size, longest_on_rank), sizes.rank * longest)
     else:
         key = f"{keys.rows_key}_per_gpu"
-        size = micro_batch_size(keys.section, keys.rows_key, sizes.rank, 1)
+        size = micro_batch_size(keys.section, keys.rows_key, sizes.rank, sizes.ranks)
         tokens = -(-size * longest // sizes.sequence_parallel)
     return Pass(
         phase,
@@ -188,6 +191,7 @@ def _passes(config: PpoConfig) -> list[Pass]:
         response=rollout.response_length,
         step=plan.sequences_per_step,
         rank=max(1, math.ceil(plan.sequences_per_step / plan.data_parallel)),
+        ranks=plan.data_parallel,
         sequence_parallel=row_ranks(actor),
     )
     rows_key = "log_prob_micro_batch_size"
@@ -220,7 +224,8 @@ def _passes(config: PpoConfig) -> list[Pass]:
 
 def _critic_passes(config: PpoConfig, whole: _PassSizes, prompts: int) -> list[Pass]:
     critic = config.critic
-    sizes = dataclasses.replace(whole, sequence_parallel=row_ranks(critic))
+    plan = plan_ppo(config, role="critic")
+    sizes = dataclasses.replace(whole, ranks=plan.data_parallel, sequence_parallel=row_ranks(critic))
     keys = _MicroBatchKeys(
         "critic", critic, "forward_micro_batch_size", "forward_max_token_len_per_gpu", critic.use_dynamic_bsz
     )
@@ -228,7 +233,7 @@ def _critic_passes(config: PpoConfig, whole: _PassSizes, prompts: int) -> list[P
     keys = _MicroBatchKeys(
         "critic", critic, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", critic.use_dynamic_bsz
     )
-    sizes = dataclasses.replace(sizes, rank=plan_ppo(config, role="critic").sequences_per_device)
+    sizes = dataclasses.replace(sizes, rank=plan.sequences_per_device)
     update = dataclasses.replace(
         _pass("update_critic", "critic", keys, sizes),
         learns=True,
@@ -351,6 +356,7 @@ def _supervised(config: SupervisedRun, cluster: PlannedCluster) -> PlannedJob:
         response=max(1, data.max_length - 1),
         step=sequences_per_row * data.train_batch_size,
         rank=sequences_per_row * plan_supervised(config).rows_per_device,
+        ranks=max(1, device_count(config.trainer) // ranks_per_row(config)),
         sequence_parallel=supervised_row_ranks(config),
     )
     keys = _MicroBatchKeys("data", data, "micro_batch_size", "max_token_len_per_gpu", data.use_dynamic_bsz)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from strop.config.arithmetic import plan_ppo
 from strop.config.compose import load
 from strop.planning.advice import advise, alternatives, complaint
 from strop.planning.devices import PlannedCluster, device_of
@@ -11,6 +12,7 @@ from strop.planning.forecast import forecast
 from strop.planning.job import job_of
 from strop.planning.knobs import changed, fits
 from strop.planning.times import seconds
+from strop.ppo.micro_batching import micro_batches
 
 MODEL = "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct"
 COMMON = (
@@ -176,6 +178,35 @@ def test_supervised_runs_are_planned(root):
     assert advise(config, cluster(per_node=8)).fits
     assert not advise(config, cluster("4090", per_node=1)).fits
     assert set(seconds(forecast(job_of(config, cluster())))) == {"update"}
+
+
+OLD_KEYS = [
+    "actor_rollout_ref.actor.ppo_micro_batch_size",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size",
+    "critic.ppo_micro_batch_size",
+    "critic.forward_micro_batch_size",
+]
+
+
+def test_the_old_sizes_of_micro_batches_count_over_all_devices():
+    """In the run as in the plan of it: 16 over 8 devices are 2 on each."""
+    common = (
+        "trainer.n_gpus_per_node=8",
+        "algorithm.adv_estimator=gae",
+        "critic.model.path=Qwen/Qwen2.5-7B-Instruct",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+    )
+    old = configured(*common, *(f"{key}=16" for key in OLD_KEYS))
+    new = configured(*common, *(f"{key}_per_gpu=2" for key in OLD_KEYS))
+    run = micro_batches(old, plan_ppo(old))
+    assert {name: micro.rows for name, micro in run.items()} == dict.fromkeys(run, 2)
+    assert run == micro_batches(new, plan_ppo(new))
+    assert job_of(old, cluster()).passes == job_of(new, cluster()).passes
+    sft = ("model.path=llama-3-8b", "trainer.n_gpus_per_node=8")
+    before = configured(*sft, "data.micro_batch_size=32", root="sft_trainer")
+    after = configured(*sft, "data.micro_batch_size_per_gpu=4", root="sft_trainer")
+    assert job_of(before, cluster()).passes == job_of(after, cluster()).passes
 
 
 def test_a_second_model_of_dpo_is_counted():
