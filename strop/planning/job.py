@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from strop.catalog import PREFERENCE_LOSSES
 from strop.config.arithmetic import micro_batch_size, plan_ppo, plan_supervised
 from strop.config.derived import (
     async_plan,
@@ -149,6 +150,8 @@ class _PassSizes:
     """Ranks that share the sequences."""
     sequence_parallel: int
     """Ranks that share each sequence."""
+    per_item: int = 1
+    """Sequences of what the micro-batch size counts: 2 for pairs."""
 
     @property
     def longest(self) -> int:
@@ -165,8 +168,9 @@ def _pass(phase: str, role: str, keys: _MicroBatchKeys, sizes: _PassSizes) -> Pa
         tokens = min(max(size, longest_on_rank), sizes.rank * longest)
     else:
         key = f"{keys.rows_key}_per_gpu"
-        size = micro_batch_size(keys.section, keys.rows_key, sizes.rank, sizes.ranks)
-        tokens = -(-size * longest // sizes.sequence_parallel)
+        items = sizes.rank // sizes.per_item
+        size = micro_batch_size(keys.section, keys.rows_key, items, sizes.ranks)
+        tokens = -(-size * sizes.per_item * longest // sizes.sequence_parallel)
     return Pass(
         phase,
         role,
@@ -351,6 +355,9 @@ def _supervised(config: SupervisedRun, cluster: PlannedCluster) -> PlannedJob:
     data = config.data
     models = supervised_models(config, cluster)
     sequences_per_row = 1 if isinstance(config, SftConfig) else 2  # chosen and rejected
+    per_item = sequences_per_row
+    if isinstance(config, DpoConfig) and "labels" in PREFERENCE_LOSSES.entry(config.loss.type).facts["needs"]:
+        per_item = 1  # single responses; those of other prompts are in a pass of their own
     sizes = _PassSizes(
         prompt=1,
         response=max(1, data.max_length - 1),
@@ -358,6 +365,7 @@ def _supervised(config: SupervisedRun, cluster: PlannedCluster) -> PlannedJob:
         rank=sequences_per_row * plan_supervised(config).rows_per_device,
         ranks=max(1, device_count(config.trainer) // ranks_per_row(config)),
         sequence_parallel=supervised_row_ranks(config),
+        per_item=per_item,
     )
     keys = _MicroBatchKeys("data", data, "micro_batch_size", "max_token_len_per_gpu", data.use_dynamic_bsz)
     passes = [dataclasses.replace(_pass("update", "model", keys, sizes), learns=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.config.arithmetic import plan_ppo
+from strop.config.arithmetic import plan_ppo, plan_supervised
 from strop.config.compose import load
 from strop.planning.advice import advise, alternatives, complaint
 from strop.planning.devices import PlannedCluster, device_of
@@ -13,6 +13,7 @@ from strop.planning.job import job_of
 from strop.planning.knobs import changed, fits
 from strop.planning.times import seconds
 from strop.ppo.micro_batching import micro_batches
+from strop.supervised.build import build_task, micro_batching
 
 MODEL = "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct"
 COMMON = (
@@ -207,6 +208,25 @@ def test_the_old_sizes_of_micro_batches_count_over_all_devices():
     before = configured(*sft, "data.micro_batch_size=32", root="sft_trainer")
     after = configured(*sft, "data.micro_batch_size_per_gpu=4", root="sft_trainer")
     assert job_of(before, cluster()).passes == job_of(after, cluster()).passes
+
+
+@pytest.mark.parametrize(
+    "root, more",
+    [
+        ("sft_trainer", ()),
+        ("rm_trainer", ()),
+        ("dpo_trainer", ()),
+        ("dpo_trainer", ("loss.type=kto", "data.label_key=label")),
+    ],
+)
+def test_a_micro_batch_of_pairs_has_two_sequences_of_each(root, more):
+    config = configured(
+        "model.path=llama-3-8b", "data.micro_batch_size_per_gpu=4", "data.max_length=512", *more, root=root
+    )
+    rows = micro_batching(config, plan_supervised(config), build_task(config)).rows
+    update = job_of(config, cluster(per_node=1)).passes[-1]
+    assert update.size == 4
+    assert update.tokens.all == rows * 512
 
 
 def test_a_second_model_of_dpo_is_counted():
