@@ -291,10 +291,10 @@ class PpoTrainer:
                 has_task_reward=self.facts.has_task_reward,
             )
         )
-        devices = self.plan.devices
-        record.add(speed_metrics(batch, record.seconds, devices))
+        record.add(speed_metrics(batch, record.seconds, self.plan.devices))
         if self.config.trainer.balance_batch:
-            record.add(imbalance_metrics(batch.lengths, balanced_partitions(batch.lengths, devices)))
+            ranks = min(self.plan.data_parallel, len(batch))  # devices that share a row count once
+            record.add(imbalance_metrics(batch.lengths, balanced_partitions(batch.lengths, ranks)))
         record.add(self.collector.engine.stats(), prefix="rollout/")
         record.add({"training/global_step": self.step, "training/epoch": self.loader.epoch})
 

@@ -268,3 +268,12 @@ def test_every_rank_holds_its_share_of_weights_gradients_and_moments():
     for way in ({}, {"tensor_parallel": 2}) if here().world % 2 == 0 else ({},):
         share = trained(sharded, ranks=here(), **way) / trained(single)
         assert share <= 1 / here().world + 0.1, (way, share)
+
+
+def test_a_step_may_have_fewer_sequences_than_devices(settings, folder):
+    """Ranks that share each row need no row of their own."""
+    few = ["data.train_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=1", f"{ROLLOUT}.n=1", *ROWS]
+    few += ["algorithm.adv_estimator=reinforce_plus_plus", "trainer.total_training_steps=2"]
+    run = fit([*settings, *few], folder / "few", here())
+    if here().is_rank0:
+        assert set(metrics(run)) >= {1, 2}

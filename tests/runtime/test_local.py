@@ -23,7 +23,7 @@ from tests.backends.ranks import pytest_as_ranks
 LOOP = str(Path(__file__).parent / "ranks_loop.py")
 
 
-FAST = "(grpo and (sharded or shared-matrices)) or other_data or does_not_have or holds_its_share or read_by_torch or taken"
+FAST = "(grpo and (sharded or shared-matrices)) or other_data or does_not_have or holds_its_share or read_by_torch or taken or fewer_sequences"
 
 
 @pytest.mark.slow
