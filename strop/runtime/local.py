@@ -204,9 +204,12 @@ def _watch(ranks: Sequence[RankProcess], start: StartReport, grace: float) -> Ra
                     process.kill()
             time.sleep(POLL_SECONDS)
         deadline = time.monotonic() + GRACE_SECONDS
-        if signals and last < math.inf:
-            deadline = last
+        if signals:  # also if it came since the last look at them
+            deadline = min(last, time.monotonic() + grace + GRACE_SECONDS)
         while _running(ranks) and time.monotonic() < deadline:
+            if len(signals) > 1:
+                for process in _running(ranks):
+                    process.kill()
             time.sleep(POLL_SECONDS)
         failed: dict[int, int] = {}
         for rank, process in enumerate(ranks):

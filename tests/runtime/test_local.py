@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +56,35 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch, capfd):
         r"Rank 1 of 2 \(host \S+\) was ended by SIGKILL before its first heartbeat; the others were stopped",
         said,
     )
+
+
+STUBBORN = """
+import os, pathlib, signal, sys, time
+if os.environ["RANK"] == "0":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(3))
+pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
+time.sleep(600)
+"""
+
+
+def test_a_second_signal_also_ends_ranks_that_are_left_when_one_has_ended(tmp_path):
+    command = [sys.executable, "-c", STUBBORN, str(tmp_path)]
+    start = (
+        "from pathlib import Path; from strop.runtime.local import run_ranks; "
+        f"print(run_ranks({command!r}, 2, Path({str(tmp_path)!r}, 'run'), grace=600))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not all((tmp_path / rank).exists() for rank in "01") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(2.0)  # closer signals count as one
+    assert launcher.poll() is None, "rank 0 has its grace period"
+    launcher.send_signal(signal.SIGINT)
+    assert "interrupted=True" in launcher.communicate(timeout=8)[0]
 
 
 def test_ranks_run_on_when_their_output_cannot_be_shown():
