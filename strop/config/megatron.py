@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from strop.config.schema.actor import ActorConfig
+    from strop.config.schema.actor import ActorConfig, RefConfig
     from strop.config.schema.critic import CriticConfig
     from strop.config.schema.megatron import MegatronConfig
     from strop.config.schema.model import OptimConfig
@@ -51,7 +51,7 @@ def ranks_per_row(config: AnySupervisedConfig) -> int:
     return config.ulysses_sequence_parallel_size * config.tensor_parallel_size
 
 
-def row_ranks(section: ActorConfig | CriticConfig) -> int:
+def row_ranks(section: ActorConfig | RefConfig | CriticConfig) -> int:
     """Devices that share each row."""
     if section.strategy == "megatron":
         return section.megatron.context_parallel_size

@@ -277,6 +277,51 @@ def test_micro_batch_sizes_are_derived_when_unset():
     assert old.micro_batch == 4
 
 
+DYNAMIC = ("actor_rollout_ref.actor.use_dynamic_bsz=true", "data.max_prompt_length=512")
+CRITIC = ("algorithm.adv_estimator=gae", "critic.model.path=m")
+
+
+@pytest.mark.parametrize(
+    "key, more",
+    [
+        (
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+            ["actor_rollout_ref.actor.ppo_mini_batch_size=8"],
+        ),
+        (
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+            ["actor_rollout_ref.actor.use_kl_loss=true"],
+        ),
+        ("critic.ppo_max_token_len_per_gpu", CRITIC),
+        ("critic.forward_max_token_len_per_gpu", CRITIC),
+    ],
+)
+def test_every_token_budget_holds_the_longest_sequence(key, more):
+    """Else a run ends in the middle, when the first response is too long for a pass."""
+    base = [*DYNAMIC, "data.max_response_length=512", f"{key}=600", *more]
+    assert "at least 1024" in errors(*base)[key]
+    # Ranks of the actor that share a row do not help another model, unless they share its rows as well.
+    shared = [*base, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
+    section = key.rpartition(".")[0]
+    own = {
+        "critic": "critic.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.ref": f"{section}.ulysses_sequence_parallel_size",
+    }
+    if section in own:
+        assert key in errors(*shared, f"{own[section]}=1")
+        assert key not in errors(*shared, f"{own[section]}=2")
+    else:
+        assert key not in errors(*shared)
+    assert not errors(*DYNAMIC, "data.max_response_length=512", f"{key}=1024", *more)
+
+
+def test_the_token_budget_of_a_pass_that_is_not_made_may_be_anything():
+    key = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
+    short = (*DYNAMIC, "data.max_response_length=512", f"{key}=600")
+    assert key in errors(*short)
+    assert not errors(*short, "actor_rollout_ref.actor.ppo_mini_batch_size=32")  # one update per step
+
+
 def test_uneven_mini_batches_are_a_warning_with_the_nearest_size():
     assert (
         "24 or 36"

@@ -8,7 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from strop.config.arithmetic import plan_ppo
-from strop.config.derived import device_count, has_critic
+from strop.config.derived import (
+    device_count,
+    has_critic,
+    has_local_teacher,
+    has_reference,
+    needs_old_log_probs,
+    resource_pools,
+    uses_engine_log_probs,
+    uses_lora,
+)
+from strop.config.megatron import row_ranks
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
 
 if TYPE_CHECKING:
@@ -37,6 +47,7 @@ def divisibility(loaded: Loaded[PpoConfig]) -> Findings:
     yield from _mini_batches(config, "actor_rollout_ref.actor", actor)
     if has_critic(config):
         yield from _mini_batches(config, "critic", config.critic)
+    yield from _token_budgets(config)
 
 
 def _mini_batches(config: PpoConfig, path: str, section: ActorConfig | CriticConfig) -> Findings:
@@ -66,8 +77,6 @@ def _mini_batches(config: PpoConfig, path: str, section: ActorConfig | CriticCon
             f"it to {_nearest_mini_batches(mini, n, ranks)}.",
         )
     yield from _micro_batches(path, section, ranks, plan.sequences_per_device)
-    if section.use_dynamic_bsz:
-        yield from _token_budget(config, path, section)
 
 
 def _nearest_mini_batches(mini: int, n: int, ranks: int) -> str:
@@ -112,16 +121,37 @@ def _micro_batches(path: str, section: ActorConfig | CriticConfig, ranks: int, s
         )
 
 
-def _token_budget(config: PpoConfig, path: str, section: ActorConfig | CriticConfig) -> Findings:
+def _token_budgets(config: PpoConfig) -> Findings:
     """With dynamic batch sizes, a micro-batch must hold the longest sequence."""
+    group = config.actor_rollout_ref
+    actor, rollout, ref, critic = group.actor, group.rollout, group.ref, config.critic
+    log_prob = "log_prob_max_token_len_per_gpu"
+    if actor.use_dynamic_bsz:
+        yield from _token_budget(config, "actor_rollout_ref.actor", actor, row_ranks(actor))
+    recomputes = needs_old_log_probs(config, plan_ppo(config).on_policy)
+    if rollout.log_prob_use_dynamic_bsz and recomputes and not uses_engine_log_probs(config):
+        yield from _token_budget(config, "actor_rollout_ref.rollout", rollout, row_ranks(actor), log_prob)
+    if ref.log_prob_use_dynamic_bsz and (has_reference(config) or has_local_teacher(config)):
+        ranks = row_ranks(actor if uses_lora(config) else ref)
+        if "reference" in resource_pools(config):  # a whole copy on each device
+            ranks = 1
+        yield from _token_budget(config, "actor_rollout_ref.ref", ref, ranks, log_prob)
+    if has_critic(config) and critic.use_dynamic_bsz:
+        for key in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
+            yield from _token_budget(config, "critic", critic, row_ranks(critic), key)
+
+
+def _token_budget(
+    config: PpoConfig, path: str, section: object, ranks: int, name: str = "ppo_max_token_len_per_gpu"
+) -> Findings:
+    """`ranks`: those that share each sequence of this role."""
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
     max_model_len = min(max_model_len, config.actor_rollout_ref.rollout.max_model_len or max_model_len)
-    ulysses = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    tokens = section.ppo_max_token_len_per_gpu
-    if tokens * ulysses < max_model_len:
+    tokens = int(getattr(section, name))
+    if tokens * ranks < max_model_len:
         yield error(
-            f"{path}.ppo_max_token_len_per_gpu",
-            f"{tokens} tokens (x {ulysses} by sequence parallelism) cannot hold one sequence of "
+            f"{path}.{name}",
+            f"{tokens} tokens (x {ranks} by sequence parallelism) cannot hold one sequence of "
             f"max_prompt_length + max_response_length = {max_model_len}. Set at least "
-            f"{-(-max_model_len // ulysses)}.",
+            f"{-(-max_model_len // ranks)}.",
         )
