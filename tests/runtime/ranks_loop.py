@@ -272,6 +272,8 @@ def test_every_rank_holds_its_share_of_weights_gradients_and_moments():
 
 def test_a_step_may_have_fewer_sequences_than_devices(settings, folder):
     """Ranks that share each row need no row of their own."""
+    if here().world % 2:
+        pytest.skip("needs a multiple of 2 ranks")
     few = ["data.train_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=1", f"{ROLLOUT}.n=1", *ROWS]
     few += ["algorithm.adv_estimator=reinforce_plus_plus", "trainer.total_training_steps=2"]
     run = fit([*settings, *few], folder / "few", here())
