@@ -222,6 +222,15 @@ class ModelTrainer:
             self.host.remove(oldest)
         self.host.add(model.model_id, rank=model.rank, seed=model.seed)
         found = self._resident[model.model_id] = Resident()
+        try:
+            self._catch_up(model, seq, found)
+        except BaseException:
+            self.release(model.model_id)  # with a part of its requests only, its weights are wrong
+            raise
+        return found
+
+    def _catch_up(self, model: ModelRecord, seq: int, resident: Resident) -> None:
+        """Load the newest snapshot, and compute the requests between it and `seq` again."""
         after, folder = self.store.snapshot(model.model_id)
         if folder is not None:
             self.host.load(model.model_id, folder, optimizer=True)
@@ -231,8 +240,7 @@ class ModelTrainer:
             answer = self.store.read_answer(model.model_id, number)
             if request.kind not in CHANGES_WEIGHTS or (answer is not None and answer.kind == ERROR):
                 continue
-            self._repeat(model, request, found)
-        return found
+            self._repeat(model, request, resident)
 
     def _repeat(self, model: ModelRecord, request: Stored, resident: Resident) -> None:
         if request.kind == FORWARD_BACKWARD:

@@ -366,3 +366,33 @@ def test_one_service_at_a_time_has_a_state_folder(tmp_path: Path) -> None:
     code = f"from strop.serve.store import StateStore; from pathlib import Path; StateStore(Path({str(tmp_path)!r})).claim({BASE!r})"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "belongs to a service that has not ended" in other.stderr
+
+
+@pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
+def test_a_model_that_could_not_be_restored_is_not_used_half_restored(tmp_path: Path, kind: str) -> None:
+    named = b'{"path": "%s"}'
+
+    async def play() -> None:
+        service, _ = open_service(tmp_path)
+        async with service.running():
+            model = new_model(service)
+            await client(service, model)
+        service, host = open_service(tmp_path)
+        working = host.step
+        failures = [RuntimeError("out of memory")]
+
+        def fails_once(*arguments: Any) -> Any:
+            if failures and ("step", arguments[0]) in host.calls:  # of the second step
+                raise failures.pop()
+            return working(*arguments)
+
+        host.step = fails_once  # type: ignore[method-assign]
+        async with service.running():
+            seq = requests_of(model)[-1][0]
+            future = send(service, model, seq + 1, kind, named % b"one")
+            found = await service.retrieve(USER, str(future["request_id"]))
+            assert found is not None and found.kind == "error" and b"out of memory" in found.body
+            await answered(service, send(service, model, seq + 2, kind, named % b"two"))
+            assert host.adapters[model]["steps"] == CLIENT_STEPS
+
+    asyncio.run(play())
