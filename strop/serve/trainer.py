@@ -267,8 +267,8 @@ class ModelTrainer:
         try:
             self.host.save(model.model_id, self.store.new_snapshot_folder(model.model_id, seq))
             self.store.commit_snapshot(model.model_id, seq)
-        except OSError as error:  # the requests are kept, so nothing is lost; the next step tries again
-            log.error("No snapshot of %s could be written: %s", model.model_id, error)
+        except Exception:  # the requests are kept, so nothing is lost; the next step tries again
+            log.exception("No snapshot of %s could be written", model.model_id)
             return
         self.store.drop_answers(model.model_id, ANSWERS_KEPT)
         resident.steps = 0
