@@ -23,7 +23,8 @@ _NUMPY_OF_DTYPE: dict[int, np.dtype[np.generic]] = {
     INT32: np.dtype("<i4"),
 }
 STOP_REASONS = {"stop": 0, "length": 1}
-MAX_SHAPE = 1 << 31
+MAX_VALUES = 1 << 25
+"""Of all tensors of a training pass. A sparse tensor of a few bytes stands for any number of values."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,12 @@ def read_training_pass(body: bytes) -> TrainingPass:
         for key, entry in message.entries(7):  # the newer form, which also has texts
             value = entry.message(2)
             settings[key] = value.text(2) if value.has(2) else value.double(1)
-        data = [_datum(index, datum) for index, datum in enumerate(message.messages(3))]
+        data: list[LossDatum] = []
+        num_values = 0
+        for index, datum in enumerate(message.messages(3)):
+            data.append(_datum(index, datum))
+            num_values += sum(values.size for values in data[-1].inputs.values())
+            _check_size(num_values)
         return TrainingPass(
             model_id=message.text(1),
             seq_id=message.integer(2),
@@ -114,13 +120,21 @@ def _tensor(message: Message, name: str) -> np.ndarray:
     columns = _array(sparse.raw(3), np.dtype("<i8"), name)
     well_formed = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
     ordered = rows == sorted(rows) and rows[:1] == [0] and rows[-1:] == [len(values)]
-    if not well_formed or not ordered or math.prod(shape) > MAX_SHAPE:
+    if not well_formed or not ordered or shape[1] < 0:
         raise RequestRefused(400, f"{name} is not a sparse matrix in CSR form.")
+    _check_size(math.prod(shape))
     if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
         raise RequestRefused(400, f"{name} has a column outside its shape {shape}.")
     dense = np.zeros(shape, dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense
+
+
+def _check_size(num_values: int) -> None:
+    if num_values > MAX_VALUES:
+        raise RequestRefused(
+            413, f"The tensors of the request have more than {MAX_VALUES} values. Send fewer data at a time."
+        )
 
 
 def _reshaped(values: np.ndarray, shape: list[int], name: str) -> np.ndarray:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from strop.rewards.server_requests import RequestRefused
-from strop.serve.messages import SampledSequence, read_training_pass, sample_output, training_output
+from strop.serve.messages import (
+    MAX_VALUES,
+    SampledSequence,
+    read_training_pass,
+    sample_output,
+    training_output,
+)
 from strop.serve.wire import Message, WireError, Writer
 from tests.serve.scene import pass_body
 
@@ -74,6 +80,34 @@ def test_sparse_targets_become_dense() -> None:
     datum = Writer().message(1, tokens).message(2, Writer().text(1, "target_tokens").message(2, target))
     (read,) = read_training_pass(Writer().message(3, datum).done()).data
     assert read.targets.tolist() == [[0, 5], [6, 0]]
+
+
+def sparse_datum(columns: int) -> Writer:
+    """One token with so many targets, all of which are 0."""
+    sparse = Writer().raw(2, np.array([0, 0], "<i8").tobytes())
+    target = Writer().message(2, sparse).integer(3, 2).integer(4, 1).integer(4, columns)
+    tokens = Writer().message(1, Writer().raw(1, np.array([1], "<i4").tobytes()))
+    return Writer().message(1, tokens).message(2, Writer().text(1, "target_tokens").message(2, target))
+
+
+@pytest.mark.parametrize(
+    ("columns", "data", "status", "words"),
+    [
+        (MAX_VALUES + 1, 1, 413, "more than"),
+        (MAX_VALUES // 4, 5, 413, "more than"),
+        (2**62, 1, 413, "more than"),
+        (-3, 1, 400, "not a sparse matrix"),
+    ],
+)
+def test_a_small_request_does_not_become_large_tensors(
+    columns: int, data: int, status: int, words: str
+) -> None:
+    request = Writer()
+    for _ in range(data):
+        request.message(3, sparse_datum(columns))
+    with pytest.raises(RequestRefused, match=words) as refusal:
+        read_training_pass(request.done())
+    assert refusal.value.status == status
 
 
 def test_answers_are_messages() -> None:
