@@ -253,6 +253,12 @@ class EndpointServer:
             if sampling.cancelled():
                 raise session.after_end()
             if sampling.done():
+                error = sampling.exception()
+                if error is not None and not isinstance(
+                    error, ApiRefusal
+                ):  # of the engine: the episode fails
+                    said = f"No answer was sampled: {type(error).__name__}: {error}"
+                    raise ApiRefusal(500, said, code="server_error") from error
                 return sampling.result()
             session.episode.counts["abandoned_calls"] += 1
             return None

@@ -120,6 +120,39 @@ def test_an_answer_that_breaks_off_ends_with_an_error(path: str) -> None:
     assert "error" in found[-1] or found[-1]["type"] == "error"
 
 
+class Failing(Reporting):
+    """Raises when the first tokens have been read; answers every other call."""
+
+    async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
+        found = await super().agenerate(request, sampling)
+        if len(self.requests) == 1:
+            raise RuntimeError("device-side assert")
+        return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", list(BODIES))
+def test_an_engine_that_raises_fails_the_episode_also_if_the_agent_asks_again(
+    path: str, stream: bool
+) -> None:
+    engine = Failing(["four and five"], tokenizer_of(WITH_TOOLS), 6)
+    replies: list[str] = []
+
+    async def agent(client: Client) -> None:
+        if stream:
+            replies.append(json.dumps((await read_stream(client, engine, path))[-1]))
+        else:
+            reply = await client.post(f"/v1/{path}", {"model": "m", **BODIES[path]})
+            assert reply.status_code == 500 and reply.headers["content-type"] == "application/json"
+            replies.append(reply.text)
+        reply = await client.post(f"/v1/{path}", {"model": "m", **BODIES[path]})
+        assert reply.status_code == 200
+
+    [episode] = run_agent(agent, engine, tokenizer=engine.tokenizer)
+    assert "device-side assert" in replies[0] and "error" in replies[0]
+    assert "device-side assert" in str(episode.error) and episode.trajectory().finish == "error"
+
+
 @pytest.mark.parametrize(
     ("said", "has_tools", "sent"),
     [
