@@ -183,7 +183,7 @@ class EndpointServer:
         api = FORMATS.get(path, CHAT)
         stream: EventStream | None = None
         try:
-            session = self._session_of(_key(scope))
+            session = self._session_of(_keys(scope))
             if path == "/v1/models" and scope["method"] == "GET":
                 await _send_json(send, 200, _model_list(list(self.adapters) or [MODEL]))
                 return
@@ -208,11 +208,11 @@ class EndpointServer:
         if answer is not None and stream is None:
             await _send_json(send, 200, api.whole(answer))
 
-    def _session_of(self, key: str) -> EndpointSession:
-        session = self._sessions.get(key)
-        if session is not None:
-            return session
-        if key in self._ended:
+    def _session_of(self, keys: Sequence[str]) -> EndpointSession:
+        for key in keys:
+            if key in self._sessions:
+                return self._sessions[key]
+        if any(key in self._ended for key in keys):
             self.counts["calls_after_end"] += 1
             raise ApiRefusal(
                 401, "The episode of this key has ended; it takes no more calls.", code="invalid_api_key"
@@ -277,14 +277,19 @@ def _listen(host: str) -> socket.socket:
         ) from error
 
 
-def _key(scope: Scope) -> str:
-    """Return the key of a request: a bearer token, or the header of Anthropic's API."""
+def _keys(scope: Scope) -> list[str]:
+    """Return the keys of a request: a bearer token, and the header of Anthropic's API. Its client sends both
+    where the environment has a token of the user too (ANTHROPIC_AUTH_TOKEN)."""
+    found = []
     for name, value in scope["headers"]:
+        text = str(value.decode("latin-1")).strip()
         if name == b"authorization":
-            return str(value.decode("latin-1")).removeprefix("Bearer ").strip()
-        if name == b"x-api-key":
-            return str(value.decode("latin-1")).strip()
-    return ""
+            scheme, _, token = text.rpartition(" ")
+            if scheme.strip().lower() in ("", "bearer"):
+                found.append(token)
+        elif name == b"x-api-key":
+            found.append(text)
+    return found
 
 
 async def _read_body(receive: Receive) -> bytes:

@@ -250,6 +250,28 @@ def test_wrong_keys_and_ended_episodes_reach_no_episode() -> None:
     assert keys[0] != keys[1]
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer sk-of-the-user", "x-api-key": "{key}"},
+        {"x-api-key": "sk-of-the-user", "Authorization": "Bearer {key}"},
+        {"Authorization": "bearer {key}"},
+        {"Authorization": "BEARER  {key}"},
+        {"Authorization": "{key}"},
+    ],
+)
+def test_the_key_of_the_episode_is_found_in_either_header(headers: dict[str, str]) -> None:
+    """Anthropic's client sends two keys where the environment has ANTHROPIC_AUTH_TOKEN too."""
+
+    async def agent(client: Client) -> None:
+        given = {name: value.format(key=client.session.key) for name, value in headers.items()}
+        reply = await client.http.post(CHAT, json={"messages": QUESTION}, headers=given)
+        assert reply.status_code == 200, reply.text
+
+    [episode] = run_agent(agent, ScriptedEngine(["4"]))
+    assert episode.error is None and episode.counts["wrong_keys"] == 0
+
+
 def test_a_flood_and_too_many_turns_are_refused() -> None:
     async def flood(client: Client) -> None:
         replies = [await client.post(CHAT, {"messages": QUESTION}) for _ in range(5)]
