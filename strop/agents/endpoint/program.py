@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 from strop.agents.endpoint.processes import MARK, kill_marked
 from strop.agents.endpoint.session import EndpointSession
@@ -30,6 +31,7 @@ PROGRAM_AGENT = "program_agent"
 SHOWN_OUTPUT = 1000
 """Bytes of a program's output that an error shows."""
 PIECE = 2**16
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ProgramAgent:
@@ -125,15 +127,28 @@ def task_of(episode: Episode) -> str:
 
 def endpoint_environment(address: str, key: str) -> dict[str, str]:
     """Return the variables by which clients of the APIs find the endpoint."""
+    direct = _without_proxy(address)
     return {
         "OPENAI_BASE_URL": f"{address}/v1",
         "OPENAI_API_BASE": f"{address}/v1",
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": address,
         "ANTHROPIC_API_KEY": key,
-        "NO_PROXY": "127.0.0.1,localhost,::1",
-        "no_proxy": "127.0.0.1,localhost,::1",
+        "NO_PROXY": direct,
+        "no_proxy": direct,
     }
+
+
+def _without_proxy(address: str) -> str:
+    """Return the hosts that a program reaches without a proxy: those of the environment, and the endpoint."""
+    hosts: dict[str, None] = {}
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts.update(dict.fromkeys(host.strip() for host in os.environ.get(name, "").split(",")))
+    hosts.pop("", None)
+    if "*" in hosts:  # it means all hosts only where it stands alone
+        return "*"
+    hosts.update(dict.fromkeys([*LOOPBACK, str(urlsplit(address).hostname)]))
+    return ",".join(hosts)
 
 
 def read_rewards(file: Path) -> object:

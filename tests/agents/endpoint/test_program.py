@@ -9,10 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import proxy_bypass_environment
 
 import pytest
 
-from strop.agents.endpoint.program import PROGRAM_AGENT, ProgramAgent, read_rewards, set_rewards
+from strop.agents.endpoint.program import (
+    PROGRAM_AGENT,
+    ProgramAgent,
+    endpoint_environment,
+    read_rewards,
+    set_rewards,
+)
 from strop.agents.endpoint.server import EndpointServer
 from strop.agents.episode import Episode, EpisodeError
 from strop.agents.loops import AgentLoops
@@ -67,6 +74,36 @@ def run_program(tmp_path: Path, source: str, options: str = "-S -E", **settings:
         assert isinstance(error.__cause__, Exception)
         raise error.__cause__ from error
     return episode
+
+
+@pytest.mark.parametrize(
+    ("given", "direct", "by_proxy"),
+    [
+        ({}, ["127.0.0.1", "10.1.2.3"], ["db.corp.example"]),
+        (
+            {"NO_PROXY": ".corp.example, 10.9.9.9"},
+            ["db.corp.example", "10.9.9.9", "10.1.2.3", "localhost"],
+            ["example.org"],
+        ),
+        (
+            {"no_proxy": "a.example", "NO_PROXY": "b.example"},
+            ["a.example", "b.example", "10.1.2.3"],
+            ["c.example"],
+        ),
+        ({"NO_PROXY": "*"}, ["10.1.2.3", "example.org"], []),
+    ],
+)
+def test_a_program_reaches_the_endpoint_and_the_hosts_of_no_proxy_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], direct: list[str], by_proxy: list[str]
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for name, value in endpoint_environment("http://10.1.2.3:4711", "key").items():
+        monkeypatch.setenv(name, value)
+    assert all(map(proxy_bypass_environment, direct))
+    assert not any(map(proxy_bypass_environment, by_proxy))
 
 
 def test_a_program_gets_its_task_and_writes_its_reward(tmp_path: Path) -> None:
