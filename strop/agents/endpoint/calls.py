@@ -181,8 +181,10 @@ class RequestFields:
         return tuple(item for item in value if item)
 
     def refuse_unknown(self, without_effect: str) -> None:
-        """Refuse fields that were not read and are not among these words."""
-        unknown = sorted(set(self.values) - self.known - set(without_effect.split()))
+        """Refuse fields that were not read and are not among these words. A null is an absent field: many
+        clients write all fields that they know."""
+        given = {name for name, value in self.values.items() if value is not None}
+        unknown = sorted(given - self.known - set(without_effect.split()))
         if unknown:
             names = ", ".join(unknown)
             raise ApiRefusal(400, f"Unrecognized request argument supplied: {names}.", param=unknown[0])

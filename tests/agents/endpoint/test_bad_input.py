@@ -99,6 +99,25 @@ class TestBadInput:
         first, _ = play_two(bad)
         assert message in str(first.error) and first.counts["refused_calls"] == 1
 
+    def test_a_null_is_an_absent_field(self, api: Api) -> None:
+        async def agent(client: Client) -> None:
+            names = (
+                "functions",
+                "logit_bias",
+                "audio",
+                "stop",
+                "stop_sequences",
+                "tools",
+                "tool_choice",
+                "n",
+                "stream",
+            )
+            reply = await client.post(api.path, {**api.good, **dict.fromkeys(names)})
+            assert reply.status_code == 200, reply.text
+
+        [episode] = run_agent(agent, ScriptedEngine(["4"]))
+        assert episode.error is None
+
     def test_a_wrong_key_reaches_no_episode(self, api: Api) -> None:
         async def bad(client: Client) -> None:
             reply = await client.post(api.path, api.good, key="strop-wrong")
