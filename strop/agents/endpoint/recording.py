@@ -139,7 +139,7 @@ class Recording:
             ids=list(completion.ids[:kept]),
             log_probs=list(completion.log_probs[:kept]),
             versions=truncate_spans(version_spans(completion), kept),
-            finish=completion.finish if kept == len(completion.ids) else "stop",
+            finish=completion.finish,
             experts=completion.experts,
         )
         call.continues = self.parent(prompt.ids)

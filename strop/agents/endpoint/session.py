@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from strop.agents.endpoint.calls import AnswerHead, ApiRefusal, ModelAnswer, ModelCall
 from strop.agents.endpoint.processes import new_mark
 from strop.agents.endpoint.recording import CallPrompt, Recording
+from strop.agents.endpoint.stops import AnswerEnd
 from strop.agents.endpoint.streaming import TextFeed
 from strop.agents.episode import Episode, EpisodeContext, EpisodeError
 from strop.agents.parsers.base import (
@@ -243,16 +244,17 @@ class EndpointSession:
     ) -> ModelAnswer:
         context = self.episode.context
         ids = list(completion.ids)
-        for text in call.stop:
-            ids = ids[: context.length_before(ids, text)]
         spoken = ids
         if ids[-1] in self.episode.sampling.stop_ids:
             spoken = ids[:-1]
-        text, plain = context.decode(spoken)
+        end = AnswerEnd.find(context, spoken, call.stop)
+        if end.stop:
+            ids = spoken = spoken[: end.kept]
+            completion = replace(completion, finish="stop")
+        text, plain = end.cut(*context.decode(spoken))
         before, _ = context.decode(prompt.ids[-OPENING:])
         parsed = self._parse(call, before, text, plain, number)
         calls = tuple(found for found in parsed.calls if isinstance(found, ToolCall))
-        finish = "stop" if len(ids) < len(completion.ids) else completion.finish
         decode = context.chat.tokenizer.decode
         tokens: list[str] = []
         if call.wants_log_probs:
@@ -262,7 +264,7 @@ class EndpointSession:
             model=head.model,
             content=parsed.content,
             calls=calls,
-            finish=finish,
+            finish=completion.finish,
             prompt_tokens=head.prompt_tokens,
             tokens=tokens,
             ids=ids,

@@ -158,6 +158,39 @@ def test_an_answer_is_cut_before_a_stop_text() -> None:
     assert text(episode.trajectory().response) == "Thought: x\n"
 
 
+@pytest.mark.parametrize(
+    ("said", "stop", "content", "kept"),
+    [
+        ("search(x)\nObservation: no", ["\nObservation"], "search(x)", "search(x)\n"),
+        ("search(x)\nObservation: no", ["no", "\nObs"], "search(x)", "search(x)\n"),
+        ("search(x)\nObservation: no", ["Observation"], "search(x)\n", "search(x)\n"),
+        ("search(x)\n", ["\n"], "search(x)", "search(x)\n"),
+        ("\nfour\n", ["\n"], "", "\n"),
+        ("four", ["five", ""], "four", "four<|im_end|>"),
+        ("four", ["<|im_end|>"], "four", "four<|im_end|>"),
+        ("", ["four"], "", "<|im_end|>"),
+    ],
+)
+def test_the_text_before_a_stop_text_is_whole(said: str, stop: list[str], content: str, kept: str) -> None:
+    """Tokenizers of models have tokens such as `)\\n`, in which `\\nObservation` begins."""
+    tokenizer = tokenizer_of()
+    tokenizer.add_tokens([")\n"])
+    engine = ScriptedEngine([said, "5"], tokenizer)
+
+    async def agent(client: Client) -> None:
+        reply = await client.post(CHAT, {"messages": QUESTION, "stop": stop})
+        [choice] = reply.json()["choices"]
+        assert choice["message"]["content"] == content and choice["finish_reason"] == "stop"
+        await client.chat([*QUESTION, choice["message"], {"role": "user", "content": "More?"}])
+
+    [episode] = run_agent(agent, engine, tokenizer=tokenizer)
+    assert episode.error is None
+    sample = episode.trajectory()
+    assert sample.branches == [], "the second call continues the tokens of the first"
+    first = next(turn for turn in sample.turns if turn.role == "assistant")
+    assert tokenizer.decode(sample.response[first.start : first.end]) == kept
+
+
 REFUSED: list[tuple[str, Any, int, str]] = [
     ("not JSON", b"{", 400, "not JSON"),
     ("a list", b"[]", 400, "JSON object"),
