@@ -77,6 +77,8 @@ class ModelAnswer(AnswerHead):
     """The text of each sampled token."""
     ids: Sequence[int]
     log_probs: Sequence[float]
+    stop_text: str = ""
+    """The stop text of the call before which the answer was cut."""
 
     def message(self) -> ChatMessage:
         """Return the answer as a message of the conversation."""

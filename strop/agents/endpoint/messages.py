@@ -105,7 +105,7 @@ def _assistant(content: list[object], where: str) -> ChatMessage:
 def whole_message(answer: ModelAnswer) -> JsonObject:
     """Return the answer as one object."""
     head = _head(answer, len(answer.ids))
-    return {**head, "content": _blocks(answer), "stop_reason": stop_reason(answer)}
+    return {**head, "content": _blocks(answer), **_stop(answer)}
 
 
 class MessageStream:
@@ -135,8 +135,8 @@ class MessageStream:
                 yield _event("content_block_start", start)
                 yield _event("content_block_delta", {"index": place, "delta": delta})
             yield _event("content_block_stop", {"index": place})
-        end = {"stop_reason": stop_reason(answer), "stop_sequence": None}
-        yield _event("message_delta", {"delta": end, "usage": {"output_tokens": len(answer.ids)}})
+        usage = {"output_tokens": len(answer.ids)}
+        yield _event("message_delta", {"delta": _stop(answer), "usage": usage})
         yield _event("message_stop", {})
 
     def error(self, refusal: ApiRefusal) -> Iterator[str]:
@@ -157,10 +157,14 @@ def message_error(refusal: ApiRefusal) -> JsonObject:
     return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
 
 
-def stop_reason(answer: ModelAnswer) -> str:
+def _stop(answer: ModelAnswer) -> JsonObject:
+    """Return why the answer ended."""
+    reason = "tool_use" if answer.calls else "end_turn"
     if answer.finish == "length":
-        return "max_tokens"
-    return "tool_use" if answer.calls else "end_turn"
+        reason = "max_tokens"
+    elif answer.stop_text and not answer.calls:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": answer.stop_text or None}
 
 
 def _blocks(answer: ModelAnswer) -> list[JsonObject]:

@@ -269,6 +269,7 @@ class EndpointSession:
             tokens=tokens,
             ids=ids,
             log_probs=completion.log_probs[: len(ids)],
+            stop_text=end.stop,
         )
         self.recording.record(prompt, completion, len(ids), answer.message())
         self.episode.counts["calls"] += 1

@@ -116,6 +116,26 @@ def test_every_api_records_the_same_tokens(agent: Any) -> None:
     assert text(samples[1].response).startswith(f"So:{CALL}<|im_end|>\n<|im_start|>tool\nfour")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_say_which_stop_sequence_ended_them(stream: bool) -> None:
+    async def agent(client: Client) -> None:
+        body = {
+            "messages": [ASK],
+            "max_tokens": 100,
+            "stop_sequences": ["Human:", "Observation:"],
+            "stream": stream,
+        }
+        found = []
+        for _ in range(2):
+            reply = await client.post("/v1/messages", body)
+            ending = events(reply)[-2]["delta"] if stream else reply.json()
+            found.append((ending["stop_reason"], ending["stop_sequence"]))
+        assert found == [("stop_sequence", "Observation:"), ("end_turn", None)]
+
+    [episode] = run_agent(agent, ScriptedEngine(["So: Observation: Human:", "four"]))
+    assert episode.error is None
+
+
 ASK = {"role": "user", "content": "?"}
 
 
