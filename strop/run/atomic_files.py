@@ -78,6 +78,7 @@ def flush_tree(root: Path) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Change a small file so that a reader sees the old text or the new one, never a part of either."""
     temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)  # a link there would name the file that is written, and a pipe blocks
     try:
         write_file(temporary, [text.encode()])
         temporary.replace(path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,30 @@ def test_notes_are_kept_with_the_run(tmp_path: Path) -> None:
         assert send(url, run, json.dumps(wanted))[0] == 404 and not (tmp_path / "secret").exists()
     with pytest.raises(BadNote, match="read-only"):
         Board(tmp_path, read_only=True).note(run, b"")
+
+
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_what_stands_where_notes_are_written_first_is_neither_followed_nor_waited_for(
+    tmp_path: Path, planted: str
+) -> None:
+    """The folders of runs may belong to other users."""
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(line(1, loss=1.0))
+    own = tmp_path / "own.txt"
+    own.write_text("precious")
+    if planted == "link":
+        (folder / ".notes.json.new").symlink_to(own)
+    else:
+        os.mkfifo(folder / ".notes.json.new")
+    board = Board(tmp_path / "runs")
+    (run,) = board.runs.all()
+    writer = threading.Thread(target=board.note, args=(run, b'{"note": "x", "tags": []}'), daemon=True)
+    writer.start()
+    writer.join(10)
+    assert not writer.is_alive() and own.read_text() == "precious"
+    assert not (folder / "notes.json").is_symlink()
+    assert json.loads((folder / "notes.json").read_text()) == {"note": "x", "tags": []}
 
 
 def test_notes_of_several_writers_are_whole(tmp_path: Path) -> None:
