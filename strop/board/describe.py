@@ -134,16 +134,14 @@ def _headlines(file: MetricFile) -> dict[str, object]:
     for name in shown:
         if name in file.columns:
             metrics[name] = file.latest(name)
-    started: float | None = None
-    updated: float | None = None
-    if file.times:
-        started = file.times[0]
-        updated = file.times[-1]
+    ends: list[float | None] = [None, None]
+    if file.times:  # a line that another program wrote may have no time
+        ends = [time if math.isfinite(time) else None for time in (file.times[0], file.times[-1])]
     return {
         "unreadable": file.tail.damaged,
         "step": file.steps[-1] if file.steps else None,
-        "started": started,
-        "updated": updated,
+        "started": ends[0],
+        "updated": ends[1],
         "metrics": metrics,
         "version": f"{file.tail.generation}.{file.tail.offset}",
     }
