@@ -248,7 +248,7 @@ def plan(tree: dict[str, object]) -> list[tuple[str, str, str]] | None:
         config = json.loads(json.dumps(tree), object_hook=lambda section: SimpleNamespace(**section))
         derive = plan_ppo if "actor_rollout_ref" in tree else plan_supervised
         return derive(config).table()
-    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
+    except (AttributeError, TypeError, ValueError, ArithmeticError):  # also infinite and endless numbers
         return None
 
 

@@ -517,6 +517,17 @@ def test_the_arithmetic_is_that_of_the_run(settings: list[str]) -> None:
     assert plan(loaded.tree()) == plan_ppo(loaded.config).table()
 
 
+@pytest.mark.parametrize("size", ["Infinity", "NaN", "0", "9" * 400, "-1e308"])
+def test_a_configuration_with_a_size_that_is_none_is_shown(tmp_path: Path, size: str) -> None:
+    text = json.dumps(CONFIG).replace('"train_batch_size": 8', f'"train_batch_size": {size}')
+    assert size in text
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.config.json").write_text(text)
+    with serving(tmp_path) as url:
+        status, found, _ = ask(url, f"/api/runs/{runs(url)['run']['id']}/config")
+    assert status == 200 and found["values"]["data.train_files"] == "data/train.parquet"
+
+
 def test_names_that_are_no_text_are_answered(tmp_path: Path) -> None:
     folder = tmp_path / "run-\udcff"
     folder.mkdir()
