@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -23,6 +24,8 @@ PLOTTED = (
     "response_length/mean",
 )
 """Metrics that `Run.plot` draws by itself, if the run has them; the first one that is there."""
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Numbers that a file of metrics holds as texts, because JSON has none of them."""
 SPLITS = ("train", "validation")
 """What a run keeps samples of."""
 
@@ -68,15 +71,18 @@ class Run(Generic[Config]):
     @property
     def metrics(self) -> Table:
         """A row per step, also of the steps before a resumption: `step` and every metric of it."""
+        from strop.run.health.monitor import read_metrics
+
         file = self.folder / "metrics.jsonl"
         logger = self.config.trainer.logger
         names = [logger] if isinstance(logger, str) else logger
         if not {"file", "jsonl"} & set(names) or not file.exists():
             return Table(self.rows)
         found: dict[int, dict[str, object]] = {}
-        for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)  # a validation that was repeated after a resumption has its own line
-            found.setdefault(record["step"], {"step": record["step"]}).update(record["data"])
+        for metrics, step in read_metrics(file):  # a validation that was repeated has a line of its own
+            row = found.setdefault(step, {"step": step})
+            for name, value in metrics.items():
+                row[name] = NOT_FINITE.get(value, value) if isinstance(value, str) else value
         return Table(list(found.values()))
 
     def plot(self, *names: str, file: str | Path | None = None) -> Chart:

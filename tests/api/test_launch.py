@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import strop
 from strop.api import launch
 from strop.config.compose import load
 from strop.registry import load_attribute, load_module
+from strop.run.atomic_files import to_json
 from strop.run.checkpoint.layout import read_latest
 from tests.api.scene import digits, small
 from tests.runtime.started import assert_same_run
@@ -163,6 +165,18 @@ def test_a_validation_that_was_repeated_belongs_to_its_step(tmp_path: Path) -> N
     config = load("sft_trainer").config
     run = strop.Run(config, "sft", [], tmp_path, step=1, total_steps=1)
     assert list(run.metrics) == [{"step": 1, "train/loss": 2.0, "val/loss": 3.0}]
+
+
+def test_metrics_that_are_no_finite_numbers_are_numbers_all_the_same(tmp_path: Path) -> None:
+    """The file holds them as texts, because JSON has no NaN. A name may hold any line break but its own."""
+    name = "val-core/a\u2028b/acc"
+    lines = [to_json({"step": 1, "data": {"actor/grad_norm": math.inf, "actor/ppo_kl": math.nan, name: 0.5}})]
+    lines.append('{"step": 2, "data": {"actor/grad_norm": 0.25, "actor/ppo_kl": -1e999}}\n{"step": 3, "da')
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    run = strop.Run(load("sft_trainer").config, "sft", [], tmp_path, step=2, total_steps=2)
+    assert run.metrics["actor/grad_norm"] == [math.inf, 0.25] and run.metrics[name] == [0.5, None]
+    assert str(run.metrics["actor/ppo_kl"]) == "[nan, -inf]"
+    assert run.plot("actor/grad_norm", "actor/ppo_kl").path.stat().st_size
 
 
 def test_a_file_that_was_edited_between_two_calls_is_read_again(tmp_path: Path, monkeypatch) -> None:
