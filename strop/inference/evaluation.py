@@ -89,6 +89,7 @@ def evaluate(
     """Score every response of the file `path`, by default data.path. `given` is a reward function of the
     caller, which is called in this process."""
     scored_prompts = read_responses(config, path)
+    _check_sizes(scored_prompts, config.evaluation.k)
     function: RewardFunction | RuleScorer = RuleScorer(
         config.evaluation.timeout, compat=conventions(config.evaluation.compat).scorers
     )
@@ -105,6 +106,17 @@ def evaluate(
         )
     score_all(scored_prompts, function, config.evaluation, here=given is not None)
     return scored_prompts
+
+
+def _check_sizes(prompts: Sequence[ScoredPrompt], sizes: Sequence[int] | None) -> None:
+    """A ValueError for a value of k for which no prompt has enough responses: its metric would be missing."""
+    most = max((len(prompt.responses) for prompt in prompts), default=0)
+    largest = max(sizes or [0])
+    if largest > most:
+        raise ValueError(
+            f"evaluation.k={list(sizes or [])}: pass@{largest} needs {largest} responses to a prompt, and no "
+            f"prompt has more than {most}. Lower it, or generate more (data.n_samples={largest})."
+        )
 
 
 def open_responses(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> FileRows:

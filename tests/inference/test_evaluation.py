@@ -64,6 +64,16 @@ def test_the_numbers_by_hand(tmp_path):
     assert (interval.low, interval.high) == (0.25, 0.5) and interval.prompts == 2
 
 
+def test_a_k_for_which_there_are_too_few_responses_is_refused_before_scoring(tmp_path):
+    path = write(tmp_path / "out.parquet", [*GSM8K, row("c", "7", ["#### 7"])])
+    with pytest.raises(
+        ValueError, match=r"evaluation.k=\[1, 8\]: pass@8 needs 8 .* more than 4.*n_samples=8"
+    ):
+        results(path, "evaluation.k=[1,8]")
+    found = results(path, "evaluation.k=[4]")[1]["openai/gsm8k"]
+    assert found.metrics["pass@4"].prompts == 2, "the prompts that have enough"
+
+
 def test_a_math_scorer_with_accuracy_of_its_own(tmp_path):
     rows = [
         row("x", "33", ["\\boxed{33}", "Answer: 34"], "aime_2024"),
