@@ -213,7 +213,7 @@ class BackgroundLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, Result], timeout: float | None = None) -> Result:
         """Run a coroutine to its end, from any other thread; it is cancelled after `timeout` seconds."""
-        limited = _with_timeout(coroutine, timeout)
+        limited = _with_timeout(contained(coroutine), timeout)
         return asyncio.run_coroutine_threadsafe(limited, self._running_loop()).result()
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -231,8 +231,21 @@ class BackgroundLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name=self.name, daemon=True).start()
+                threading.Thread(
+                    target=_run_until_stopped, args=(self._loop,), name=self.name, daemon=True
+                ).start()
             return self._loop
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop. sys.exit() in a task of user code ends `run_forever`, and all other coroutines of
+    the loop would wait for ever."""
+    while True:
+        try:
+            loop.run_forever()
+            return
+        except (SystemExit, KeyboardInterrupt) as error:
+            log.warning("A task was ended by %s; the others go on.", type(error).__name__)
 
 
 async def contained(coroutine: Coroutine[Any, Any, Result]) -> Result:

@@ -23,7 +23,7 @@ from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
 from strop.agents.parsers.base import parser_for
 from strop.agents.tool_set import ToolSet
-from strop.concurrency import BackgroundLoop
+from strop.concurrency import BackgroundLoop, contained
 from strop.config.policies import engine_adapters
 from strop.config.schema.rollout import AgentConfig, RolloutConfig
 from strop.data.chat import Chat
@@ -200,7 +200,7 @@ class EpisodeRunner:
                 self.context, request.prompt, request.sampling, seeds=request.seeds, group=request.group
             )
             try:
-                await loop.run(episode)
+                await contained(loop.run(episode))
             except Exception as error:  # noqa: BLE001 - loops and tools are user code, and may raise anything
                 episode.error = error
             return episode

@@ -39,6 +39,23 @@ def test_built_in_loops_are_in_the_catalog() -> None:
     assert AgentLoops("tool_agent").lists_tools(None)
 
 
+@dataclass
+class Leaving:
+    """A loop that leaves the program in the episode of its first row."""
+
+    async def run(self, episode: Any) -> None:
+        await episode.answer()
+        if episode.prompt.index == 0:
+            raise SystemExit(1)
+
+
+def test_a_loop_that_leaves_fails_its_own_episode_only() -> None:
+    loops = AgentLoops("leaving", {"leaving": (Leaving, {})})
+    scene = episode_context(ScriptedEngine(["4"]))
+    left, stayed = play(scene, *(prompt(index=i, agent=None) for i in range(2)), loops=loops)
+    assert "SystemExit: 1" in str(left.error) and stayed.error is None
+
+
 @dataclass(frozen=True)
 class Conformance:
     """What the conformance tests need to know about one agent loop."""

@@ -222,3 +222,25 @@ def test_one_loop_for_all_calls_whoever_asks() -> None:
     with pytest.raises(TimeoutError, match=r"limit of 0\.05 seconds"):
         loop.run(asyncio.sleep(20), timeout=0.05)
     loop.close()
+
+
+async def _leave() -> None:
+    sys.exit("bye")
+
+
+async def _with_a_task_that_leaves() -> str:
+    task = asyncio.get_running_loop().create_task(_leave())
+    await asyncio.wait([task])
+    return type(task.exception()).__name__
+
+
+def test_leaving_ends_the_call_and_not_the_loop() -> None:
+    loop = BackgroundLoop()
+    try:
+        with pytest.raises(RuntimeError, match="SystemExit: bye"):
+            loop.run(_leave(), timeout=60)
+        first = loop.run(_loop_number(), timeout=60)
+        assert loop.start(_with_a_task_that_leaves()).result(60) == "SystemExit"
+        assert loop.run(_loop_number(), timeout=60) == first
+    finally:
+        loop.close()
