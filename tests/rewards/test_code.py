@@ -41,6 +41,13 @@ SHORT = SandboxFusionConfig(timeout=1.0, total_timeout=6.0)
         ("I cannot do that.", None),
         ("", None),
         ("```python\n\n```", None),
+        ("<answer>```python\nprint(1)\n```</answer>", "print(1)\n"),
+        ("The code: ```Python3\nprint(1)\n```\nDone.", "print(1)\n"),
+        ("- ```python\n  print(1)\n  ```", "print(1)\n"),
+        ("```python\nprint(1)```", "print(1)"),
+        ("```python\nprint(1)``` prints it.\n```py\nprint(2)```\nDone.", "print(2)"),
+        ("```python\nprint('```')\n```", "print('```')\n"),
+        ("It begins with ```python-repl\n>>> 1\n", None),
     ],
 )
 def test_the_program_of_a_response(text, program):

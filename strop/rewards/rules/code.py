@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 MAX_TESTS = 10  # as in verl
 MAX_SHOWN = 200  # characters of a wrong ground truth in an error message
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-_PYTHON = ("python", "py", "python3", "py3")
-_NO_LANGUAGE = ("",)
+_PYTHON_FENCE = re.compile(r"(?i)```[ \t]*(?:python|py)3?(?![\w+#.-])[^\n`]*\n")
+"""It may stand behind text, as in `<answer>```python`."""
+_CLOSING_FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 _FAILURES = {
     "ok": "wrong answer",
     "error": "error",
@@ -91,14 +92,28 @@ def compute_score(
 def extract_program(solution_str: str) -> str | None:
     """Return the last Python block, else the last block without a language, else the text if it is a
     program."""
+    for opening in reversed(list(_PYTHON_FENCE.finditer(solution_str))):
+        text = _python_block(solution_str, opening.end())
+        if text.strip():
+            return text
     blocks: list[tuple[str, str]] = _FENCE.findall(solution_str)
-    for languages in (_PYTHON, _NO_LANGUAGE):
-        for language, text in reversed(blocks):
-            if language.lower() in languages and text.strip():
-                return textwrap.dedent(text)  # a block in a list is indented
+    for language, text in reversed(blocks):
+        if not language and text.strip():
+            return textwrap.dedent(text)
     if not blocks and _is_program(solution_str):
         return solution_str
     return None
+
+
+def _python_block(solution_str: str, start: int) -> str:
+    """Return the block that begins at `start`. It ends at a fence in a line of its own, or behind a last line
+    of code; a fence inside a text of the program does not end it."""
+    closing = _CLOSING_FENCE.search(solution_str, start)
+    end = len(solution_str) if closing is None else closing.start()
+    text = textwrap.dedent(solution_str[start:end])  # a block in a list is indented
+    if "```" not in text or _is_program(text):
+        return text
+    return text.partition("```")[0]
 
 
 def _is_program(text: str) -> bool:
