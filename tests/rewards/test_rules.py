@@ -235,6 +235,18 @@ def test_search_qa() -> None:
         ("(A) no, (B) yes. Final: B", "B"),
         (r"answer is: $\textbf{(C)}$", "C"),
         ("The answer is A, no wait, the answer is D", "D"),
+        ("The answer is B because option A is wrong.", "B"),
+        ("The answer is B. Hence the correct option is C.", "C"),
+        ("The answer is: B, since A) is wrong", "B"),
+        ("My answer is 'B'", "B"),
+        (r"The answer is $\mathbf{B}$, not A.", "B"),
+        ("I choose **B**", "B"),
+        ("Option (B) is right.", "B"),
+        ("The answer is A or B", None),
+        ("Answer: A/B/C/D", None),
+        (r"\boxed{A, B}", None),
+        ("<answer>(A) and (B)</answer>", None),
+        (r"\boxed{B) a cat and A}", "B"),
         ("Answer: Apples", None),
         ("I think so", None),
         ("", None),
@@ -248,8 +260,9 @@ def test_multiple_choice_truths() -> None:
     score = multiple_choice.compute_score
     assert score("Answer: C", 2) == score("Answer: C", "(C)") == score("Answer: C", "c") == 1.0
     assert score("Answer: C", "A", format_score=0.2) == 0.2
-    with pytest.raises(ValueError, match="names no choice"):
-        score("Answer: C", "Paris")
+    for truth in ("Paris", "A, C"):
+        with pytest.raises(ValueError, match="names no choice"):
+            score("Answer: C", truth)
     with pytest.raises(ValueError, match="no number of a choice"):
         score("Answer: C", 99)
 

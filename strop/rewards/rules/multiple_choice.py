@@ -9,31 +9,40 @@ from strop.rewards.rules.search_qa import extract_answer as last_answer_tag
 
 TAIL = 300
 LETTERS = "ABCDEFGHIJ"
-_STATED = re.compile(r"(?i:answer|choice|option)(?i:\s{0,5}(?:is|:)|)[\s*(\[\"'$]{0,10}([A-Z])(?![A-Za-z'])")
-_ALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])(?:[).:]|(?=\s*$))")
+_IS = r"(?i:\s{0,5}(?:is\s{0,5}:?|[:：]))"
+_LETTER = (
+    r"(?:[\s*_(\[{\"'$]|(?i:option|choice)\b|\\(?:text|textbf|mathrm|mathbf)\b){0,10}"
+    r"([A-Z])(?![A-Za-z]|'[a-z])"
+    r"(\s{0,3}(?:/|(?i:or)\b)\s{0,3}\(?[A-HJ-Z](?![A-Za-z']))?"
+)
+_STATED = re.compile(rf"(?:(?i:answer){_IS}?|(?i:choice|option){_IS}){_LETTER}")
+_MENTIONED = re.compile(rf"(?i:choice|option){_LETTER}")
+_ALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])[*_$\]}\"']{0,4}(?:[).:。]|(?=\s*$))()")
+_SEVERAL = re.compile(r"(?:[A-Z][)\]\"']?(?:\s*[,;/&]\s*|\s+)(?:(?i:and|or)\s+)?[(\[\"']?)+[A-Z][)\]\"'.]*")
+"""Nothing but letters, as in `A, B` or `A) or (B)`."""
 
 
 def extract_choice(solution_str: str, *, letters: str = LETTERS) -> str | None:
-    """Return the letter in the last box or <answer> tag, else the last stated one, else the last that stands
-    alone.
+    """Return the letter in the last box or <answer> tag, else the last stated one, else the last option that
+    is mentioned, else the last letter that stands alone. None if the answer is several letters.
 
-    A stated letter is one as in "the answer is C".
+    A stated letter is one as in "the answer is C"; "option C is wrong" only mentions one.
     """
     box = last_box(solution_str)
-    if box is not None:
-        letter = _only_letter(box.content, letters)
-        if letter:
-            return letter
-    tagged = last_answer_tag(solution_str)
-    if tagged is not None:
-        letter = _only_letter(tagged, letters)
-        if letter:
-            return letter
+    for marked in (box and box.content, last_answer_tag(solution_str)):
+        if marked is not None:
+            bare = _bare(marked)
+            if _SEVERAL.fullmatch(bare):
+                return None
+            letter = _only_letter(bare, letters)
+            if letter:
+                return letter
     tail = solution_str[-TAIL:]
-    for pattern in (_STATED, _ALONE):
-        stated: list[str] = [letter for letter in pattern.findall(tail) if letter in letters]
-        if stated:
-            return stated[-1]
+    for pattern in (_STATED, _MENTIONED, _ALONE):
+        found: list[tuple[str, str]] = [match for match in pattern.findall(tail) if match[0] in letters]
+        if found:
+            letter, alternative = found[-1]
+            return None if alternative else letter
     return None
 
 
@@ -61,7 +70,8 @@ def _true_letter(ground_truth: object, letters: str) -> str:
                 "0)."
             )
         return letters[ground_truth]
-    letter = _only_letter(str(ground_truth), letters)
+    bare = _bare(str(ground_truth))
+    letter = None if _SEVERAL.fullmatch(bare) else _only_letter(bare, letters)
     if letter is None:
         raise ValueError(
             f"The ground truth {ground_truth!r} names no choice; give one letter of {letters!r} or its "
@@ -70,9 +80,13 @@ def _true_letter(ground_truth: object, letters: str) -> str:
     return letter
 
 
-def _only_letter(text: str, letters: str) -> str | None:
-    """Return the letter of `B`, `(B)`, `B.`, `\\text{B}` or `B) because ...`."""
-    bare = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\b|[{}$*\\]", "", text).strip().lstrip("([\"' ")
+def _bare(text: str) -> str:
+    """Return the text without fonts, math mode and opening brackets."""
+    return re.sub(r"\\(?:text|textbf|mathrm|mathbf)\b|[{}$*\\]", "", text).strip().lstrip("([\"' ")
+
+
+def _only_letter(bare: str, letters: str) -> str | None:
+    """Return the letter of `B`, `B)`, `B.` or `B) because ...`."""
     if not bare or bare[0].upper() not in letters:
         return None
     if len(bare) > 1 and (bare[1].isalnum() or bare[1] in "' "):
