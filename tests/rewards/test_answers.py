@@ -162,8 +162,49 @@ def test_words_units_and_sets(answer: str, truth: str, right: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("m+n=5", "5", True),  # verl reads what stands behind the last equals sign
+        ("a + b + c = 5", "5", True),
+        ("AB = 5", "5", True),
+        ("|AB| = 5", "5", True),
+        ("f(2) = 5", "5", True),
+        ("P(X=2) = 0.3", "0.3", True),
+        (r"\angle ABC = 60^\circ", "60", True),
+        ("m+n=6", "5", False),
+        ("x+1=6", "6", False),  # x is 5
+        ("2x=6", "6", False),
+        ("x^2=4", "4", False),
+        ("5", "m+n=5", False),  # a line
+        ("m+n=5", "m-n=5", False),
+        ("2m+2n=10", "m+n=5", True),
+        ("P(X=2) = 0.3", "P(X=3) = 0.3", False),
+    ],
+)
+def test_an_equation_that_names_what_is_asked_for(answer: str, truth: str, right: bool) -> None:
+    assert equal(answer, truth) is right
+
+
+@pytest.mark.parametrize(
+    ("line", "truth", "score"),
+    [
+        ("Final Answer: The final answer is $5$. I hope it is correct.", "5", 1.0),
+        ("Final Answer: The final answer is $6$. I hope it is correct.", "5", -1.0),
+        ("Answer: 5</answer>", "5", 1.0),
+        ("Answer: 0.333...", "1/3", 1.0),
+        ("Answer: I hope it is correct", "5", -1.0),
+    ],
+)
+def test_words_behind_the_answer_of_dapo(line: str, truth: str, score: float) -> None:
+    assert math_dapo.compute_score(line, truth)["score"] == score
+
+
+@pytest.mark.parametrize(
     ("response", "truth", "right"),
     [
+        ("#### 5</answer>", "5", True),
+        ("<answer>#### $5 </answer>", "5", True),
+        ("#### 6</answer>", "5", False),
         ("#### 1/2", "1", False),
         ("#### 10^3", "10", False),
         ("#### 42 or 43", "42", False),

@@ -46,7 +46,7 @@ def _marked_answer(text: str) -> str | None:
     lines = answer.lstrip(" \t").splitlines()
     if not mark or not lines:
         return None
-    line = lines[0].strip(_DECORATION)
+    line = lines[0].strip(_DECORATION).removesuffix("</answer>").strip(_DECORATION)
     box = last_box(line)
     if box is not None and line.replace(box.whole, "", 1).strip(" $.") == "":
         line = box.content

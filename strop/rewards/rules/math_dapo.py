@@ -16,6 +16,9 @@ TAIL = 300
 VERL_BOX_TAIL = 100
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
+_CLOSING_WORDS = re.compile(r"(?i)[.\s]{0,9}I hope (?:it|this) is correct[.!\s]*$|</answer>\s*$")
+"""Minerva's prompt lets a model end with "The final answer is $5$. I hope it is correct."."""
+
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -114,7 +117,7 @@ def _answer_line(tail: str, strict_box_verify: bool) -> str | None:
         lines = _ANSWER.findall(tail)
     if not lines:
         return None
-    line = lines[-1].strip(" *_")
+    line = _CLOSING_WORDS.sub("", lines[-1]).strip(" *_")
     box = last_box(line)
     if box is not None and line.replace(box.whole, "", 1).strip(" $.*\\()[]") == "":
         return box.content

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from fractions import Fraction
 from functools import lru_cache
 
 from strop.rewards.rules.maths import regions
 from strop.rewards.rules.maths.expressions import parse_expression
-from strop.rewards.rules.maths.nodes import Apply, Number, Symbol, TooLarge, Undefined, Unreadable, symbols
-from strop.rewards.rules.maths.quantities import Quantity, parse_quantity, sum_of_units
+from strop.rewards.rules.maths.nodes import Apply, Number, Symbol, TooLarge, Unreadable, symbols
+from strop.rewards.rules.maths.quantities import (
+    Quantity,
+    contradict,
+    has_variables,
+    parse_quantity,
+    stated_number,
+    sum_of_units,
+)
 from strop.rewards.rules.maths.regions import Region
 from strop.rewards.rules.maths.spelling import clean
 from strop.rewards.rules.maths.structures import (
@@ -27,7 +33,6 @@ from strop.rewards.rules.maths.structures import (
 )
 from strop.rewards.rules.maths.tokens import Token, has_grouped, tokenize
 from strop.rewards.rules.maths.units import NO_UNIT, NUMBER_WORDS
-from strop.rewards.rules.maths.values import identical
 
 MAX_LENGTH = 1_000
 _OPENING = ("(", "[", "\\{", "\\langle", "\\lfloor", "\\lceil", "{")
@@ -193,34 +198,25 @@ def _equation(sides: list[list[Token]]) -> Answer:
             sides = [sides[1], sides[0]]
     if name is not None:
         values = [_single(side) for side in sides[1:]]
-        if _contradict(values):
+        if contradict([value for value in values if isinstance(value, Quantity)]):
             return Contradiction(name)
         value = values[-1]
         if isinstance(value, Quantity) and name in symbols(value.node):
             return Statement("=", Apply("-", (Symbol(name), value.node)))
         return Named(name, value)
-    quantities = [parse_quantity(side) for side in sides]
-    if _contradict(list(quantities)) and not any(_has_variables(item) for item in quantities):
+    last = parse_quantity(sides[-1])
+    try:
+        quantities = [*map(parse_quantity, sides[:-1]), last]
+    except Unreadable:
+        if len(sides) > 2:
+            raise
+        return Named("".join(token.text for token in sides[0]), last)
+    if contradict(quantities) and not any(map(has_variables, quantities)):
         return Contradiction("=")
-    if len(sides) == 2 and any(_has_variables(item) for item in quantities):
-        return Statement("=", Apply("-", (quantities[0].node, quantities[1].node)))
-    return quantities[-1]
-
-
-def _contradict(values: list[Answer]) -> bool:
-    """Whether two neighbours of a chain of equations are different."""
-    quantities = [value for value in values if isinstance(value, Quantity)]
-    for left, right in itertools.pairwise(quantities):
-        try:
-            if not identical(left.node, right.node) and not (left.rounds(right) or right.rounds(left)):
-                return True
-        except (Undefined, TooLarge):
-            return True
-    return False
-
-
-def _has_variables(quantity: Quantity) -> bool:
-    return bool(symbols(quantity.node) - {"e", "i", "\\pi"})
+    if len(sides) == 2 and any(map(has_variables, quantities)):
+        first = quantities[0]
+        return Statement("=", Apply("-", (first.node, last.node)), stated_number(first, last))
+    return last
 
 
 def _name(tokens: list[Token]) -> str | None:
@@ -232,7 +228,7 @@ def _name(tokens: list[Token]) -> str | None:
     text = "".join(token.text for token in tokens)
     if re.fullmatch(r"\(\w(?:_\{?\w\}?)?(?:,\w(?:_\{?\w\}?)?)+\)", text):
         return text
-    if re.fullmatch(r"[a-zA-Z]'*\([a-zA-Z](?:,[a-zA-Z])*\)", text):
+    if re.fullmatch(r"[a-zA-Z]'*\([a-zA-Z](?:,[a-zA-Z])*\)|[fghFGHP]'*\(-?[0-9.]+\)", text):
         return text
     try:
         node = parse_expression(tokens)

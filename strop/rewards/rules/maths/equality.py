@@ -143,6 +143,8 @@ def _letter(text: str) -> str | None:
 
 
 def _match(answer: Answer, truth: Answer) -> Match:
+    if isinstance(answer, Statement) and answer.value is not None and isinstance(truth, Quantity):
+        answer = answer.value  # a reference of this form is an equation, and 5 is no answer to it
     try:
         if _equal(answer, truth):
             return "exact"

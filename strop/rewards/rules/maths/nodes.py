@@ -72,3 +72,10 @@ def operators(node: Node) -> set[str]:
     for argument in node.arguments:
         found |= operators(argument)
     return found
+
+
+def has_only_symbols(node: Node) -> bool:
+    """Whether the expression is made of symbols, without numbers: m + n, or the length |AB|."""
+    if isinstance(node, Apply):
+        return node.operator in ("+", "-", "*", "/", "abs") and all(map(has_only_symbols, node.arguments))
+    return isinstance(node, Symbol)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -14,7 +16,9 @@ from strop.rewards.rules.maths.nodes import (
     TooLarge,
     Undefined,
     Unreadable,
+    has_only_symbols,
     operators,
+    variables,
 )
 from strop.rewards.rules.maths.tokens import FUNCTION_NAMES, Token
 from strop.rewards.rules.maths.units import (
@@ -71,6 +75,30 @@ def same_quantity(left: Quantity, right: Quantity) -> bool:
         if one.unit == DEGREE:
             radians = Apply("*", (_scaled(one.node, Fraction(1, 180)), PI))
             return identical(radians, other.node)
+    return False
+
+
+def has_variables(quantity: Quantity) -> bool:
+    """Whether the quantity depends on a variable."""
+    return bool(variables(quantity.node))
+
+
+def stated_number(left: Quantity, right: Quantity) -> Quantity | None:
+    """Return 5 of m + n = 5: the number on the right, if the left names what is asked for. x + 1 = 5 is an
+    equation to be solved."""
+    if has_only_symbols(left.node) and not has_variables(right):
+        return right
+    return None
+
+
+def contradict(quantities: Sequence[Quantity]) -> bool:
+    """Whether two neighbours of a chain of equations are different."""
+    for left, right in itertools.pairwise(quantities):
+        try:
+            if not identical(left.node, right.node) and not (left.rounds(right) or right.rounds(left)):
+                return True
+        except (Undefined, TooLarge):
+            return True
     return False
 
 

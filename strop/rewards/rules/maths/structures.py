@@ -54,6 +54,8 @@ class Statement(NamedTuple):
 
     relation: str
     difference: Node
+    value: Quantity | None = None
+    """5 in m + n = 5 (`stated_number`)."""
 
 
 class Contradiction(NamedTuple):
