@@ -40,6 +40,7 @@ from strop.rewards.standard_streams import reopen_streams
 from strop.rewards.timelimit import shared_pool
 
 TIME_LIMIT = 10.0  # seconds for one response, in scorers that can hang
+LOOP_GRACE = 1.0  # an awaited call times out by itself, unless it blocks the event loop
 
 Result = TypeVar("Result")
 
@@ -232,6 +233,8 @@ class RewardFunction:
         self._parameters = parameters_of(function)
         self._accepted = self._accepted_names()
         self._loop = BackgroundLoop("strop-reward-loop")
+        if isinstance(function, ListScorer):
+            function.limit(timeout)
 
     def __call__(self, sample: RewardSample) -> object:
         return self.run(self.call_for(sample))
@@ -261,6 +264,13 @@ class RewardFunction:
             f"{self.name} was called with {len(samples)} samples and returned {returned}; it must return a "
             f"list of {len(samples)}."
         )
+
+    @property
+    def thread_timeout(self) -> float | None:
+        """Seconds for a thread that makes one call."""
+        if self.timeout is None or not self.is_async:
+            return self.timeout
+        return self.timeout + LOOP_GRACE
 
     @property
     def takes_columns(self) -> bool:

@@ -28,7 +28,7 @@ from strop.config.schema.fields import is_link
 from strop.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from strop.registry import Entry, load_attribute
 from strop.rewards.base import RewardSample
-from strop.rewards.function import RewardFunction, RuleScorer, load_function
+from strop.rewards.function import LOOP_GRACE, RewardFunction, RuleScorer, load_function
 from strop.rewards.judge import ChatCompleter, ChatCompletionsClient, Judge
 from strop.rewards.model import TokenScorer, build_reward_model_scorer
 from strop.rewards.remote import RewardFile, RewardServerClient
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ASYNC_CALLS = 256
-LOOP_GRACE = 1.0  # an awaited call times out by itself, unless it blocks the event loop
 ScoringFunction = RewardFunction | RuleScorer
 
 

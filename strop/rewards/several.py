@@ -73,6 +73,10 @@ class Several(ListScorer):
             return ValueError(f"None of {', '.join(self.names)} gave a score for this sample (all: None).")
         return {"score": total, **parts}
 
+    def limit(self, seconds: float | None) -> None:
+        for call in self._calls:
+            call.timeout = seconds
+
     def close(self) -> None:
         """Stop the event loops of async functions."""
         for call in self._calls:
@@ -85,7 +89,7 @@ def _scores(call: RewardFunction, samples: Sequence[RewardSample]) -> Sequence[o
         return call.call_with_lists(samples)
     workers = MAX_ASYNC_CALLS if call.is_async else 1
     # In a list, because `call_each` takes None for a forgotten return.
-    answers = call_each(lambda sample: [call(sample)], samples, workers=workers)
+    answers = call_each(lambda sample: [call(sample)], samples, workers=workers, timeout=call.thread_timeout)
     return [answer[0] if isinstance(answer, list) else answer for answer in answers]
 
 

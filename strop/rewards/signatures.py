@@ -43,6 +43,10 @@ class ListScorer(ABC):
         """What a reward function returns, or the error, for each sample."""
 
     @abstractmethod
+    def limit(self, seconds: float | None) -> None:
+        """Give the score of one sample at most so many seconds. A sample that takes longer fails alone."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release what it holds."""
 

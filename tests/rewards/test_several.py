@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable
+
 import pytest
 
 from strop.rewards.base import RewardSample
@@ -10,6 +14,7 @@ from strop.rewards.several import Several, load_several
 from tests.rewards.test_signatures import sample
 
 SAMPLES = [sample("4"), sample("5")]
+GATE = threading.Event()
 
 
 def right(completion: str, answer: str) -> float:
@@ -72,3 +77,28 @@ def test_weights_belong_to_functions() -> None:
 def test_they_are_loaded_from_files() -> None:
     loaded = load_several([("pkg://tests.rewards.test_several", "right")], [2.0])
     assert loaded(SAMPLES)[0] == {"score": 2.0, "right": 1.0}
+
+
+async def hanging(completion: str, **row: object) -> float:
+    if completion == "5":
+        await asyncio.sleep(1000)
+    return 1.0
+
+
+def blocking(completion: str, **row: object) -> float:
+    if completion == "5":
+        GATE.wait(1000)
+    return 1.0
+
+
+@pytest.mark.parametrize("function", [hanging, blocking])
+def test_a_sample_that_takes_too_long_fails_alone(function: Callable[..., object]) -> None:
+    GATE.clear()
+    scoring = RewardFunction(Several([function, right]), takes_lists=True, timeout=0.5)
+    try:
+        [scored, late] = scoring.call_with_lists(SAMPLES)
+    finally:
+        GATE.set()
+        scoring.close()
+    assert scored == {"score": 1.0 + right("4", "4"), function.__name__: 1.0, "right": 1.0}
+    assert isinstance(late, TimeoutError)
