@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -13,6 +15,7 @@ from strop.config.schema.reward import SandboxFusionConfig
 from strop.rewards.rules.code import compute_score
 from strop.rewards.sandbox.checker import NotTrusted, ProgramCalls, StandIn
 from strop.rewards.sandbox.launch import STRONG_LEVELS, isolation_problem
+from strop.rewards.sandbox.limits import ProgramOutcome
 from strop.rewards.sandbox.literal_calls import all_hold, split_assertions
 from strop.rewards.sandbox.remote import build_script, parse_outcome
 
@@ -353,3 +356,38 @@ def test_the_script_for_a_server_holds_no_expected_value():
     script = build_script("def f(x): return x", {"assertions": "assert f(1) == 424242"}, "MARK")
     assert "424242" not in script and "f(1)" in script
     assert json.dumps(script)
+
+
+def run_script(program: str, test: dict[str, object]) -> ProgramOutcome:
+    """What a server that runs the script for this test answers."""
+    done = subprocess.run(
+        [sys.executable, "-c", build_script(program, test, "MARK")], capture_output=True, text=True
+    )
+    result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout}
+    return parse_outcome({"status": "Success", "run_result": result}, "MARK", test)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("numpy.mean([1, 2])", "1.5"),
+        ("[numpy.int64(2)]", "[2]"),
+        ("numpy.bool_(True)", "True"),
+        ("collections.Counter('aab')", "{'a': 2, 'b': 1}"),
+        ("collections.defaultdict(list, a=[1])", "{'a': [1]}"),
+        ("collections.namedtuple('P', 'x y')(1, 2)", "(1, 2)"),
+        ("frozenset([1])", "{1}"),
+        ("fractions.Fraction(1, 2)", "0.5"),
+        ("decimal.Decimal('0.5')", "0.5"),
+    ],
+)
+def test_a_server_gives_the_verdict_of_the_local_sandbox(value: str, expected: str) -> None:
+    program = f"import collections, decimal, fractions, numpy\ndef f(x): return {value}"
+    for test, right in ((f"assert f(1) == {expected}", True), ("assert f(1) == 'other'", False)):
+        assert score(program, test) == float(right)
+        assert run_script(program, {"assertions": test}).returned is right
+
+
+def test_a_server_returns_numbers_of_numpy() -> None:
+    program = "import numpy\ndef f(x): return [numpy.int64(x), numpy.array([x])]"
+    assert run_script(program, {"function": "f", "arguments": [1]}).value == [1, [1]]

@@ -148,10 +148,29 @@ def _call(node: ast.expr) -> str:
     return ast.unparse(node)
 
 
+_PLAIN = """
+def NAME(value):
+    if isinstance(value, dict):
+        return {NAME(key): NAME(item) for key, item in value.items()}
+    for kind in (list, tuple, set):
+        if isinstance(value, kind):
+            return kind(map(NAME, value))
+    if isinstance(value, frozenset):
+        return set(map(NAME, value))
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    if type(value).__module__ in ("decimal", "fractions") and value == float(value):
+        return float(value)
+    return value
+"""
+"""Of values that are equal to a literal without being written like one: Counter, numpy.float64, Fraction."""
+
+
 def values_script(assertions: Sequence[LiteralAssertion], marker: str) -> str:
     """Return lines that print the values of the calls, as a literal on a line after `marker`."""
     calls = ", ".join(assertion.call for assertion in assertions)
-    return f"print('\\n{marker}' + repr([{calls}]))"
+    name = f"plain_{marker}"  # no program has it
+    return f"{_PLAIN.replace('NAME', name)}print('\\n{marker}' + repr({name}([{calls}])))"
 
 
 def all_hold(assertions: Sequence[LiteralAssertion], printed: str) -> bool:

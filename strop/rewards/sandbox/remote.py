@@ -76,8 +76,10 @@ def build_script(program: str, test: Mapping[str, object], marker: str) -> str:
         name = test["function"]
         arguments = json.dumps(test["arguments"])
         call = f"(globals().get({name!r}) or getattr(Solution(), {name!r}))(*_json.loads({arguments!r}))"
+        plain = "lambda value: value.tolist() if hasattr(value, 'tolist') else list(value)"
         return (
-            f"{program}\n\nimport json as _json\nprint('\\n{marker}' + _json.dumps({call}, default=list))\n"
+            f"{program}\n\nimport json as _json\n"
+            f"print('\\n{marker}' + _json.dumps({call}, default={plain}))\n"
         )
     if "assertions" in test:
         split = split_assertions(str(test["assertions"]))
