@@ -154,9 +154,13 @@ def _finite(value: object) -> float:
             f"The scorer returned {_shortened(value)} of type {type(value).__name__}; it must return a "
             "number or a dict with 'score'."
         )
-    if not math.isfinite(number):
-        raise ValueError(f"The scorer returned {float(number)}, which is not a finite number.")
-    return float(number)
+    try:
+        score = float(number)
+    except OverflowError:  # a fraction that no float can hold
+        score = math.inf
+    if not math.isfinite(score):
+        raise ValueError(f"The scorer returned {score}, which is not a finite number.")
+    return score
 
 
 def _shortened(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def test_extras_become_plain() -> None:
         (float("nan"), "nan, which is not a finite number"),
         (np.float32("inf"), "inf, which is not a finite number"),
         (-(10**400), "-inf, which is not a finite number"),
+        (Fraction(10**400), "inf, which is not a finite number"),
         ("1.0", "'1.0' of type str"),
         ([1.0], "of type list"),
         (np.array([1.0, 2.0]), "of type ndarray"),
