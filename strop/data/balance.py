@@ -82,6 +82,7 @@ def micro_batches(
     block_costs = _block_costs(lengths, blocks)
     alone = sum(2 * tokens > max_tokens for tokens in block_tokens)  # no two of them fit together
     count = max(min_count, math.ceil(sum(block_tokens) / max_tokens), alone, 1)
+    most = len(blocks) // count_multiple * count_multiple
     while True:
         count = math.ceil(count / count_multiple) * count_multiple
         if count > len(blocks):
@@ -96,8 +97,9 @@ def micro_batches(
         parts = balanced_partitions(block_costs, count)
         if max(_total(block_tokens, part) for part in parts) <= max_tokens:
             break
-        # One by one would take minutes for tens of thousands of rows. One block in each always fits.
-        count = min(count + max(1, count // 100), len(blocks))
+        # One by one would take minutes for tens of thousands of rows. The largest count is always tried.
+        grown = count + max(1, count // 100)
+        count = min(grown, most) if count < most else grown
     if light_ends:
         parts.sort(key=lambda part: (_total(block_costs, part), part[0]), reverse=True)
         parts = light_ends_order(parts)
