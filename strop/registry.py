@@ -126,6 +126,8 @@ _imported_files: dict[str, tuple[Path, bytes | None]] = {}
 """Names of the modules that are files of users, with the file and what it contained."""
 _LIBRARIES = {str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
 """Folders of code that is not the user's."""
+_PLUGIN = "strop_plugin_"
+"""What the names of modules begin with that are imported by the paths of their files."""
 
 
 def forget_changed_files() -> None:
@@ -183,6 +185,12 @@ def _content(file: Path) -> bytes | None:
         return None
 
 
+def user_files() -> dict[str, str]:
+    """The files that were imported by their paths, by the names of their modules. A process that unpickles
+    an object of such a module must import the file first."""
+    return {name: str(file) for name, (file, _) in _imported_files.items() if name.startswith(_PLUGIN)}
+
+
 def load_module(path: str) -> ModuleType:
     """Import a user's file: a path, `file://path`, `pkg://dotted.module`, or a dotted module name."""
     if path.startswith("pkg://"):
@@ -194,7 +202,7 @@ def load_module(path: str) -> ModuleType:
     if not file.is_file():
         raise ValueError(f"The Python file {path!r} does not exist (looked for {file}).")
     # The name is the same in every process, so that objects of the file can be pickled to workers.
-    name = f"strop_plugin_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    name = f"{_PLUGIN}{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     _imported_files[name] = (file, _content(file))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
+import pickle
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from strop.registry import load_module, user_files
 
 PREFETCH_PER_WORKER = 2  # batches
 CHUNK = 256  # prompts that are measured together
@@ -29,7 +33,7 @@ class DatasetWorkers(Generic[Dataset]):
     def __init__(self, dataset: Dataset, count: int):
         self.count = count
         self._pool = ProcessPoolExecutor(
-            count, mp_context=_context(), initializer=_set_dataset, initargs=(dataset,)
+            count, mp_context=_context(), initializer=_set_dataset, initargs=(_Shipped(dataset),)
         )
 
     def submit(self, function: Callable[[Dataset, Argument], Result], argument: Argument) -> Future[Result]:
@@ -89,6 +93,33 @@ def _context() -> BaseContext:
 
 
 _worker_dataset: list[object] = []  # in a worker process: its data set
+
+
+class _Shipped:
+    """A data set on its way to a worker. Its class may be in a user's file, which the worker imports."""
+
+    def __init__(self, dataset: object):
+        self.dataset = dataset
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[dict[str, str], bytes]]:
+        return _unpack, (user_files(), pickle.dumps(self.dataset))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Imports the user's files that a pickle names."""
+
+    def __init__(self, data: bytes, files: Mapping[str, str]):
+        super().__init__(io.BytesIO(data))
+        self.files = files
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in self.files:
+            load_module(self.files[module])
+        return super().find_class(module, name)
+
+
+def _unpack(files: Mapping[str, str], data: bytes) -> object:
+    return _Unpickler(data, files).load()
 
 
 def _set_dataset(dataset: object) -> None:

@@ -18,6 +18,7 @@ from strop.config.schema.data import DataConfig, SamplerConfig
 from strop.data.chat import Chat
 from strop.data.loader import Loader, build_loader
 from strop.data.prompts import PromptDataset
+from strop.registry import load_attribute
 from tests.data.tokens import character_tokenizer
 
 
@@ -157,6 +158,28 @@ def test_errors_of_processes_ahead_arrive() -> None:
         with pytest.raises(ValueError, match=r"row 0 has \d+ tokens, over data\.max_prompt_length=3"):
             ahead.draw()
         assert ahead.position == 0
+    finally:
+        ahead.close()
+
+
+CLASS_OF_A_USER = """
+class Numbers:
+    def __init__(self, count):
+        self.count = count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, row):
+        return row
+"""
+
+
+def test_processes_ahead_know_the_data_set_of_the_user(tmp_path: Path) -> None:
+    """data.custom_cls with data.dataloader_num_workers: its file is no module that a process could import."""
+    (tmp_path / "numbers_of_mine.py").write_text(CLASS_OF_A_USER)
+    dataset = load_attribute(str(tmp_path / "numbers_of_mine.py"), "Numbers")(8)
+    ahead = Loader(dataset, 4, workers=1, shuffle=False)
+    try:
+        assert stream(ahead, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     finally:
         ahead.close()
 
