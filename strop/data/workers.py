@@ -1,14 +1,22 @@
-"""Worker processes with a copy of a data set: they prefetch batches, and measure prompts in parallel."""
+"""Worker processes with a copy of a data set: they prefetch batches, and measure prompts in parallel.
+
+They end with the process that started them, however it ends.
+"""
 
 from __future__ import annotations
 
 import io
+import logging
 import multiprocessing
+import os
 import pickle
+import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -18,6 +26,7 @@ from numpy.typing import NDArray
 
 from strop.registry import load_module, user_files
 
+log = logging.getLogger(__name__)
 PREFETCH_PER_WORKER = 2  # batches
 CHUNK = 256  # prompts that are measured together
 
@@ -33,7 +42,7 @@ class DatasetWorkers(Generic[Dataset]):
     def __init__(self, dataset: Dataset, count: int):
         self.count = count
         self._pool = ProcessPoolExecutor(
-            count, mp_context=_context(), initializer=_set_dataset, initargs=(_Shipped(dataset),)
+            count, mp_context=_context(), initializer=_begin_worker, initargs=(_Shipped(dataset),)
         )
 
     def submit(self, function: Callable[[Dataset, Argument], Result], argument: Argument) -> Future[Result]:
@@ -57,12 +66,30 @@ class Prefetcher(Generic[Item]):
     """Prepares batches ahead of time; their order and content are the same as without it."""
 
     def __init__(self, dataset: Sequence[Item], workers: int):
+        self.dataset = dataset
         self.depth = workers * PREFETCH_PER_WORKER
         self._workers: DatasetWorkers[Sequence[Item]] = DatasetWorkers(dataset, workers)
         self._pending: deque[tuple[list[int], Future[list[Item]]]] = deque()
+        self._broken = False
 
     def take(self, indices: list[int], following: list[list[int]]) -> list[Item]:
-        """Return the items at `indices`, and start the batches of `following`, which come next."""
+        """Return the items at `indices`, and start the batches of `following`, which come next.
+
+        Without its workers, this process prepares them: a scheduler that ends a run may signal every process
+        of it, and the run must still finish its step and save.
+        """
+        if not self._broken:
+            try:
+                return self._prepared(indices, following)
+            except BrokenProcessPool:
+                self._broken = True
+                log.warning(
+                    "A process of data.dataloader_num_workers was ended (by a signal, or for lack of "
+                    "memory). The batches are prepared by the trainer from now on, which is slower."
+                )
+        return get_items(self.dataset, indices)
+
+    def _prepared(self, indices: list[int], following: list[list[int]]) -> list[Item]:
         while self._pending and self._pending[0][0] != indices:
             self._pending.popleft()[1].cancel()
         for batch in [indices, *following][len(self._pending) :]:
@@ -122,8 +149,18 @@ def _unpack(files: Mapping[str, str], data: bytes) -> object:
     return _Unpickler(data, files).load()
 
 
-def _set_dataset(dataset: object) -> None:
+def _begin_worker(dataset: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which still needs its batches
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     _worker_dataset[:] = [dataset]
+
+
+def _end_with_parent() -> None:
+    """A killed process cannot stop its workers, which would keep their memory for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)
 
 
 def _call(function: Callable[[Dataset, Argument], Result], argument: Argument) -> Result:

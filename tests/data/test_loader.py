@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
+import time
 from itertools import chain, islice
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -182,6 +188,61 @@ def test_processes_ahead_know_the_data_set_of_the_user(tmp_path: Path) -> None:
         assert stream(ahead, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     finally:
         ahead.close()
+
+
+def processes_of(loader: Loader) -> list[int]:
+    assert loader._prefetcher is not None
+    return list(loader._prefetcher._workers._pool._processes)
+
+
+def test_signals_to_the_processes_ahead_cost_no_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """Ctrl-C reaches every process of a terminal, SIGTERM of a scheduler every process of a job."""
+    alone, ahead = Loader(range(30), 3, seed=5), Loader(range(30), 3, seed=5, workers=2)
+    try:
+        assert stream(ahead, 2) == stream(alone, 2)
+        before = processes_of(ahead)
+        for pid in before:
+            os.kill(pid, signal.SIGINT)
+        assert stream(ahead, 2) == stream(alone, 2)
+        assert processes_of(ahead) == before and not caplog.records
+        for pid in before:
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.2)
+        assert stream(ahead, 8) == stream(alone, 8)
+        assert "prepared by the trainer from now on" in caplog.text and len(caplog.records) == 1
+    finally:
+        ahead.close()
+
+
+KILLED = """
+import os, signal
+from strop.data.loader import Loader
+loader = Loader(range(9), 3, workers=2)
+loader.draw()
+print(*loader._prefetcher._workers._pool._processes, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_ahead_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(f"if __name__ == '__main__':\n{indent(KILLED, '    ')}")
+    with (tmp_path / "out.txt").open("w") as out:  # a pipe would stay open as long as the workers
+        subprocess.run([sys.executable, tmp_path / "killed.py"], stdout=out, stderr=out)
+    workers = [int(pid) for pid in (tmp_path / "out.txt").read_text().splitlines()[-1].split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 20
+    while (left := [pid for pid in workers if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Curriculum:
