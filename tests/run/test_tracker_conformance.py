@@ -49,6 +49,19 @@ def test_a_tracker_logs_closes_and_resumes(name: str, tmp_path: Path) -> None:
     log_steps(start(name, TrackedRun(tmp_path, config=CONFIG, resumed_from=2)), range(3, 6))
 
 
+def test_samples_of_mixed_types_drop_no_tracker(name: str, tmp_path: Path) -> None:
+    """Two data sources may have numbers and texts as answers, two scorers `acc` as bool and as number."""
+    rows: list[dict[str, object]] = [
+        {"input": "1", "gts": "4", "acc": True},
+        {"input": "2", "gts": 4, "acc": 0.0},
+        {"input": "3", "gts": ["4", {"unit": None}], "acc": "no number"},
+    ]
+    with start(name, TrackedRun(tmp_path, config=CONFIG)) as trackers:
+        trackers.log_generations(rows, 1)
+        trackers.log(METRICS, 2)
+        assert trackers.active, "the tracker raised and was dropped"
+
+
 def test_a_tracker_has_the_methods_of_the_protocol(name: str) -> None:
     kind = TRACKERS.get(name)
     for method in ("log", "log_generations", "close"):

@@ -43,7 +43,9 @@ class WandbTracker:
     def log_generations(self, rows: Rows, step: int) -> None:
         columns = columns_of(rows)
         table = self.wandb.Table(
-            columns=columns, data=[[_cell(row.get(key)) for key in columns] for row in rows]
+            columns=columns,
+            data=[[_cell(row.get(key)) for key in columns] for row in rows],
+            allow_mixed_types=True,
         )
         self.run.log({"val/generations": table}, step=step)
 
@@ -56,7 +58,7 @@ class WandbTracker:
 
 
 def _cell(value: object) -> str | float | None:
-    """The value of a table cell: tables need one type per column."""
+    """The value of a table cell: a number, a text, or a text of what is neither."""
     if value is None or isinstance(value, str | float | bool):
         return value
     if isinstance(value, int):
