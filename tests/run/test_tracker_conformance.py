@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 
@@ -59,6 +60,15 @@ def test_samples_of_mixed_types_drop_no_tracker(name: str, tmp_path: Path) -> No
     with start(name, TrackedRun(tmp_path, config=CONFIG)) as trackers:
         trackers.log_generations(rows, 1)
         trackers.log(METRICS, 2)
+        assert trackers.active, "the tracker raised and was dropped"
+
+
+def test_half_of_a_surrogate_pair_drops_no_tracker(name: str, tmp_path: Path) -> None:
+    """A scorer that parses JSON of the model may report one."""
+    half = json.loads('"a\\ud83d"')
+    with start(name, TrackedRun(tmp_path, config=CONFIG)) as trackers:
+        trackers.log_generations([{"input": half, "pred": [half, {half: 1}]}], 1)
+        trackers.log({**METRICS, "note": half}, 2)
         assert trackers.active, "the tracker raised and was dropped"
 
 

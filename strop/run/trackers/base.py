@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from strop.catalog import TRACKERS
 from strop.config.schema.trainer import TrainerConfig
@@ -92,7 +92,8 @@ class Trackers:
         self._each(lambda tracker: tracker.log(recorded, step))
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        self._each(lambda tracker: tracker.log_generations(rows, step))
+        valid = [{key: _valid_text(value) for key, value in row.items()} for row in rows]
+        self._each(lambda tracker: tracker.log_generations(valid, step))
 
     def close(self, error: BaseException | None = None) -> None:
         """Close all; `error` is what ended the run. A run that a signal ended in order did not fail."""
@@ -155,7 +156,19 @@ def _plain(value: object) -> float | str | None:
     """A number or a text, None for anything else; tensors and arrays without dimensions become numbers."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
-    return value if isinstance(value, str | int | float) else None
+    return _valid_text(value) if isinstance(value, str | int | float) else None
+
+
+def _valid_text(value: Any) -> Any:
+    """A value whose texts have UTF-8. JSON that a model wrote can hold half of a surrogate pair, which no
+    library writes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {_valid_text(key): _valid_text(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_valid_text(item) for item in value]
+    return value
 
 
 FILE = "trackers.json"
