@@ -11,6 +11,8 @@ from strop.host import cache_root
 from strop.registry import did_you_mean
 
 FORMATS = (".parquet", ".json", ".jsonl")
+SAID_BY_SERVERS = ("size", "ETag", "Content-MD5", "Digest", "Last-Modified")
+"""What tells versions of a file at an HTTP address apart."""
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 
 
@@ -51,7 +53,10 @@ def _download(address: str) -> Path:
         system, path = fsspec.core.url_to_fs(address)
         if not system.isfile(path):
             raise FileNotFoundError("no such file")
-        version = hashlib.sha256(f"{address} {system.ukey(path)}".encode()).hexdigest()[:24]
+        # The key of an HTTP address is the same whatever lies there, its headers are not.
+        facts = system.info(path)
+        said = [facts.get(name) for name in SAID_BY_SERVERS]
+        version = hashlib.sha256(f"{address} {system.ukey(path)} {said}".encode()).hexdigest()[:24]
         target = cache_root() / "files" / version / address.partition("?")[0].rpartition("/")[2]
         if target.is_file():
             return target

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
@@ -15,6 +19,7 @@ from hypothesis import strategies as st
 
 from strop.data.fetch import fetch
 from strop.data.files import ParquetFile, count_rows, open_file, open_rows
+from tests.http_servers import PatientServer
 
 ROWS = [
     {"prompt": f"{n}+1=", "reward_model": {"style": "rule", "ground_truth": str(n + 1)}} for n in range(5)
@@ -128,6 +133,34 @@ def test_remote_files_are_fetched_once_per_version(tmp_path: Path, monkeypatch: 
             open_rows("nosuch://a.parquet")
     finally:
         memory.store.clear()
+
+
+class QuietFiles(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_file_that_changed_on_a_web_server_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    local = tmp_path / "train.jsonl"
+    write(local, ROWS)
+    with PatientServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}/train.jsonl"
+            assert list(open_rows(address)) == ROWS
+            stamp = fetch(address).stat().st_mtime_ns
+            assert fetch(address).stat().st_mtime_ns == stamp
+            write(local, ROWS[:2])
+            assert list(open_rows(address)) == ROWS[:2]
+            write(local, ROWS[1:3])  # as long as before
+            os.utime(local, (1e9, 1e9))
+            assert list(open_rows(address)) == ROWS[1:3]
+        finally:
+            server.shutdown()
 
 
 def test_bad_files_are_named_with_their_cause(tmp_path: Path) -> None:
