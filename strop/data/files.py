@@ -104,7 +104,10 @@ class ParquetFile(RowFile):
     def __getitem__(self, row: int) -> Row:
         if self._table is None:
             self._table = self._read(None)
-        rows: list[Row] = self._table.slice(row, 1).to_pylist(maps_as_pydicts="lossy")
+        try:
+            rows: list[Row] = self._table.slice(row, 1).to_pylist(maps_as_pydicts="lossy")
+        except (ValueError, OverflowError) as error:  # a date that Python has not
+            raise _corrupt(self.address, "parquet", error, row) from error
         return rows[0]
 
     def column(self, name: str) -> Iterator[object]:
@@ -112,7 +115,10 @@ class ParquetFile(RowFile):
             yield from [None] * len(self)
             return
         for batch in self._read([name]).to_batches(max_chunksize=PARQUET_BATCH):
-            yield from batch.column(0).to_pylist(maps_as_pydicts="lossy")
+            try:
+                yield from batch.column(0).to_pylist(maps_as_pydicts="lossy")
+            except (ValueError, OverflowError) as error:
+                raise _corrupt(self.address, f"parquet (column {name!r})", error) from error
 
     def table(self) -> pyarrow.Table:
         return self._read(None)
@@ -130,7 +136,8 @@ class ParquetFile(RowFile):
                 # Arrow decodes a row group at once, and refuses lists of more than 2 GiB (images, messages).
                 table = self._read_in_batches(columns)
             table.validate(full=True)  # else invalid UTF-8 raises at its row, in the middle of a run
-            return table
+            kinds = pyarrow.schema(map(_in_microseconds, table.schema))
+            return table if table.schema.equals(kinds) else table.cast(kinds, safe=False)
         except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise _corrupt(self.address, "parquet", error) from error
 
@@ -143,6 +150,25 @@ class ParquetFile(RowFile):
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_table": None}  # worker processes read the file themselves
+
+
+def _in_microseconds(field: pyarrow.Field) -> pyarrow.Field:
+    """A column with times in microseconds. Python's have no nanoseconds, which pandas writes."""
+    import pyarrow
+
+    kind = field.type
+    types = pyarrow.types
+    if types.is_timestamp(kind) and kind.unit == "ns":
+        return field.with_type(pyarrow.timestamp("us", kind.tz))
+    if types.is_duration(kind) and kind.unit == "ns":
+        return field.with_type(pyarrow.duration("us"))
+    if types.is_time64(kind):
+        return field.with_type(pyarrow.time64("us"))
+    if types.is_list(kind):
+        return field.with_type(pyarrow.list_(_in_microseconds(kind.value_field)))
+    if types.is_struct(kind):
+        return field.with_type(pyarrow.struct(list(map(_in_microseconds, kind))))
+    return field
 
 
 class JsonLinesFile(RowFile):

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import threading
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
@@ -161,6 +162,30 @@ def test_a_file_that_changed_on_a_web_server_is_fetched_again(
             assert list(open_rows(address)) == ROWS[1:3]
         finally:
             server.shutdown()
+
+
+def test_times_of_pandas_are_read_without_pandas(tmp_path: Path) -> None:
+    """In nanoseconds, also inside extra_info; arrow makes no Python value of them without pandas."""
+    stamp = pa.array([1_700_000_000_123_456_789], pa.timestamp("ns", "UTC"))
+    span = pa.array([1_999], pa.duration("ns"))
+    nested = pa.StructArray.from_arrays([pa.ListArray.from_arrays([0, 1], stamp)], ["seen"])
+    columns = {"prompt": ["1+1="], "at": stamp, "took": span, "extra_info": nested}
+    pq.write_table(pa.table(columns), tmp_path / "times.parquet")
+    file = open_file(str(tmp_path / "times.parquet"))
+    at = datetime(2023, 11, 14, 22, 13, 20, 123456, tzinfo=UTC)
+    expected = {"prompt": "1+1=", "at": at, "took": timedelta(microseconds=1), "extra_info": {"seen": [at]}}
+    assert file[0] == expected and list(file.column("at")) == [at]
+
+
+def test_a_date_that_python_has_not_names_its_row(tmp_path: Path) -> None:
+    years = pa.array([0, 2**62], pa.timestamp("us"))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "at": years}), tmp_path / "far.parquet")
+    file = open_file(str(tmp_path / "far.parquet"))
+    assert file[0]["prompt"] == "a"
+    with pytest.raises(ValueError, match=r"far\.parquet, row 1 cannot be read as parquet: OverflowError"):
+        file[1]
+    with pytest.raises(ValueError, match=r"far\.parquet cannot be read as parquet \(column 'at'\)"):
+        list(file.column("at"))
 
 
 def test_bad_files_are_named_with_their_cause(tmp_path: Path) -> None:
