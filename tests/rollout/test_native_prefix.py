@@ -11,8 +11,8 @@ import torch
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine
-from strop.rollout.native.kv_cache import BLOCK, CachedPrefix, PrefixCache
-from strop.rollout.native.requests import block_hashes
+from strop.rollout.native.prefixes.hashes import BLOCK, block_hashes
+from strop.rollout.native.prefixes.prefix_cache import CachedPrefix, PrefixCache
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, count_tokens
 
@@ -204,14 +204,29 @@ def test_beginnings_of_other_adapters_are_not_found() -> None:
     prefixes = PrefixCache()
     tokens = tuple(range(40))
     for adapter in (0, 3):
-        hashes = block_hashes(tokens, adapter)
-        prefixes.add_finished(CachedPrefix(adapter, tokens, hashes, adapter=adapter))
+        prefixes.add_finished(CachedPrefix(adapter, tokens, adapter=adapter))
     for adapter in (0, 3):
         match = prefixes.find(tokens, block_hashes(tokens, adapter), adapter)
         assert match is not None and match.prefix.adapter == adapter
     assert prefixes.find(tokens, block_hashes(tokens, 4), 4) is None
     # Also where hashes of two adapters are the same by chance.
     assert prefixes.find(tokens, block_hashes(tokens, 3), 4) is None
+
+
+def test_finished_sequences_are_hashed_when_one_is_looked_for() -> None:
+    """The last answers of a batch are outdated by the next weights before anything is looked for."""
+    prefixes = PrefixCache()
+    finished = [CachedPrefix(row, tuple(range(row, row + 40))) for row in range(3)]
+    for prefix in finished:
+        prefixes.add_finished(prefix)
+    assert not any("hashes" in vars(prefix) for prefix in finished)
+    prefixes.remove(finished[1])
+    newer = CachedPrefix(7, finished[2].tokens)
+    prefixes.add(newer)
+    found = [prefixes.find(one.tokens, block_hashes(one.tokens)) for one in finished]
+    assert [match and match.prefix for match in found] == [finished[0], None, newer]
+    assert "hashes" not in vars(finished[1])
+    assert prefixes.find_finished(finished[2].tokens, 0) is finished[2]
 
 
 def test_the_longest_beginning_is_found() -> None:
@@ -221,7 +236,7 @@ def test_the_longest_beginning_is_found() -> None:
     for row in range(30):
         base = draw.choice(held).tokens[: draw.randrange(60)] if held and draw.random() < 0.7 else ()
         tokens = (*base, *(draw.randrange(5) for _ in range(draw.randrange(1, 60))))
-        held.append(CachedPrefix(row, tokens, block_hashes(tokens)))
+        held.append(CachedPrefix(row, tokens))
         prefixes.add_finished(held[-1])
     for _ in range(200):
         tokens = (*draw.choice(held).tokens[: draw.randrange(70)], *(draw.randrange(5) for _ in range(8)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import numpy as np
 import torch
@@ -12,30 +11,10 @@ from torch import Tensor
 
 from strop.rollout.base import Completion, Request, Sampling, error_completions
 from strop.rollout.native.images import PromptImages
-from strop.rollout.native.kv_cache import BLOCK, CachedPrefix, RowPlacement
+from strop.rollout.native.kv_cache import RowPlacement
+from strop.rollout.native.prefixes.prefix_cache import CachedPrefix
 
 Listener = Callable[[list[int], list[float]], None]
-_HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
-_ADAPTER_BASE = 0xD6E8FEB86659FD93
-
-
-@cache
-def _powers(size: int) -> np.ndarray:
-    return np.cumprod(np.full(size, _HASH_BASE), dtype=np.uint64)
-
-
-def prefix_hashes(tokens: Sequence[int]) -> np.ndarray:
-    """Hashes of the first 1, 2, 3 ... tokens."""
-    powers = _powers(1 << len(tokens).bit_length())[: len(tokens)]
-    values = np.array(tokens, dtype=np.uint64) + np.uint64(1)
-    return np.cumsum(values * powers, dtype=np.uint64)
-
-
-def block_hashes(tokens: Sequence[int], adapter: int = 0) -> list[int]:
-    """Hashes of the first 16, 32, 48 ... tokens, under one adapter."""
-    sums = prefix_hashes(tokens[: len(tokens) // BLOCK * BLOCK])[BLOCK - 1 :: BLOCK]
-    hashes: list[int] = (sums + np.uint64(adapter * _ADAPTER_BASE % (1 << 64))).tolist()
-    return hashes
 
 
 @dataclass(eq=False)

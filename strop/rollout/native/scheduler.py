@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
-from strop.rollout.native.kv_cache import BLOCK, CachedPrefix, PrefixCache
 from strop.rollout.native.pages import PAGE, pages_for
+from strop.rollout.native.prefixes.hashes import BLOCK
+from strop.rollout.native.prefixes.prefix_cache import CachedPrefix, PrefixCache
 from strop.rollout.native.prefixes.snapshots import StateSnapshots, find_continuation
-from strop.rollout.native.requests import Admission, ScheduledSample, block_hashes
+from strop.rollout.native.requests import Admission, ScheduledSample
 
 _MIN_SECOND_PASS = 64
 """Tokens in common with a row admitted at the same time that are worth a second prefill pass."""
@@ -388,5 +389,4 @@ class Scheduler:
 
 
 def _prefix(sample: ScheduledSample, row: int, tokens: Sequence[int]) -> CachedPrefix:
-    hashes = block_hashes(tokens, sample.adapter)
-    return CachedPrefix(row, tokens, hashes, sample.multi_turn, adapter=sample.adapter)
+    return CachedPrefix(row, tokens, sample.multi_turn, adapter=sample.adapter)
