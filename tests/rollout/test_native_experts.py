@@ -46,7 +46,7 @@ def test_experts_are_those_of_a_plain_pass(way: str, paged: bool, monkeypatch: p
         monkeypatch.setattr(runner, "uses_pages", lambda device: True)
         for module in (pages, scheduler, step_loop):
             monkeypatch.setattr(module, "PAGE", 8)
-        monkeypatch.setattr(step_loop, "_HEADROOM", 8)
+        monkeypatch.setattr(step_loop, "HEADROOM", 8)
     if way == "decode-prefill":  # as on a GPU: few tokens after a cached prefix join decode steps
         monkeypatch.setattr(step_loop, "_MAX_DECODE_PREFILL", {"cpu": 64})
     own = scheduler.Scheduler._in_decode_steps

@@ -170,7 +170,7 @@ def test_one_group_exhausts_the_pages_and_one_request_is_longer_than_all(
     """The long one fails alone with a reason; rows of the group are preempted and computed again, and get the
     tokens that they get in a large cache."""
     monkeypatch.setattr(runner, "uses_pages", lambda device: True)
-    monkeypatch.setattr(step_loop, "_HEADROOM", 8)
+    monkeypatch.setattr(step_loop, "HEADROOM", 8)
     model = tiny.make()
     group = Request([5, 9, 2], n=6, seed=1, max_tokens=90)
     other = Request([7, 1, 4], seed=2, max_tokens=20)

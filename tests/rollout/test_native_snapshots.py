@@ -100,7 +100,7 @@ def test_several_steps_between_reads_leave_the_states_of_finished_rows(
 ) -> None:
     """As on a GPU: rows finish in the middle of the steps, in a cache of pages, and a short next turn is
     computed by decode steps."""
-    monkeypatch.setitem(step_loop._STEPS_PER_SYNC, "cpu", 4)
+    monkeypatch.setitem(step_loop.STEPS_PER_SYNC, "cpu", 4)
     monkeypatch.setitem(step_loop._MAX_DECODE_PREFILL, "cpu", 64)
     monkeypatch.setattr(runner, "uses_pages", lambda device: True)
     for family in ("qwen3_5_text", "falcon_h1"):

@@ -65,7 +65,7 @@ def test_pages_change_nothing(monkeypatch: pytest.MonkeyPatch, kind: str, more: 
 @pytest.mark.usefixtures("paged")
 def test_rows_are_preempted_newest_first_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.make()
-    monkeypatch.setattr(step_loop, "_HEADROOM", 8)
+    monkeypatch.setattr(step_loop, "HEADROOM", 8)
     engine = NativeEngine(model, cache_bytes=(14 + pages.SPARE) * SIZE * PER_TOKEN)
     asked = [Request([3 + i], seed=i, max_tokens=60) for i in range(4)]
     found = engine.generate(asked, Sampling())

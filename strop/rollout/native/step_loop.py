@@ -21,16 +21,16 @@ from strop.rollout.native.scheduler import Scheduler
 from strop.rollout.native.speculation.speculator import build_speculator
 
 _NAN_LOGITS = "the model's logits are not numbers (NaN or infinity)"
-_STEPS_PER_SYNC = {"cpu": 1, "cuda": 16}
+STEPS_PER_SYNC = {"cpu": 1, "cuda": 16}
 """Decode steps between two reads of the rows' states from the device."""
-_MIN_ADMIT_SHARE = {"cpu": 0.0, "cuda": 1 / 8}
+MIN_ADMIT_SHARE = {"cpu": 0.0, "cuda": 1 / 8}
 """See Scheduler. On a GPU a prefill pass costs the host time of several decode steps, however few its tokens;
 a CPU computes what there is."""
 _MAX_DECODE_PREFILL = {"cpu": 0, "cuda": 64}
 """See Scheduler. For the same reason the few new tokens of a conversation's next turn join decode steps."""
 _MIN_BATCH_TOKENS = 64
 _UNLIMITED = 1 << 62
-_HEADROOM = 256
+HEADROOM = 256
 """See Scheduler: free pages for so many more tokens of each row before another is admitted."""
 
 OnFinished = Callable[[ScheduledSample, Completion], None]
@@ -57,8 +57,8 @@ class StepLoop:
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
             budget=0,
-            headroom=_HEADROOM,
-            min_admit_share=_MIN_ADMIT_SHARE.get(kind, 0.0),
+            headroom=HEADROOM,
+            min_admit_share=MIN_ADMIT_SHARE.get(kind, 0.0),
             max_decode_prefill=_MAX_DECODE_PREFILL.get(kind, 0),
             copies_prefixes=not runner.cache.has_states,
         )
@@ -245,7 +245,7 @@ class StepLoop:
             self._preempt_from(len(scheduler.running) - len(preempted))
             self._fit_cache()
         left = max(sample.limit - length for sample, length in zip(scheduler.running, scheduler.lengths))
-        steps = _STEPS_PER_SYNC.get(runner.device.type, 1)
+        steps = STEPS_PER_SYNC.get(runner.device.type, 1)
         drafts = 0
         if self._speculator is not None:
             drafts = self._speculator.num_drafts(scheduler.running)
