@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strop.rollout.base import Request, Sampling
-from strop.rollout.native import NativeEngine
+from strop.rollout.native import NativeEngine, step_loop
 from strop.rollout.native import meter as memory
 from strop.rollout.native.cuda_graphs import graph_rows
 from strop.rollout.native.kv_cache import KVCache
@@ -60,6 +60,35 @@ def test_a_pass_that_runs_out_of_memory_is_done_again(number: int) -> None:
     model.register_forward_pre_hook(hook)
     assert ids(engine.generate(REQUESTS, Sampling())) == ids(expected)
     assert engine.stats()["out_of_memory"] == 1
+
+
+@pytest.mark.parametrize("number", range(4, 20, 3))
+def test_rows_that_ended_before_the_failing_step_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """On a GPU several decode steps run before the host looks which rows have ended."""
+    model = tiny.make()
+    plain = NativeEngine(model).generate(REQUESTS, Sampling())
+    stops = Sampling(stop_ids=(plain[3][0].ids[4],))
+    expected = NativeEngine(model).generate(REQUESTS, stops)
+    assert {c.finish for group in expected for c in group} == {"stop", "length"}
+    monkeypatch.setitem(step_loop._STEPS_PER_SYNC, "cpu", 16)
+    engine = NativeEngine(model)
+    engine.generate([Request([1])], Sampling(max_tokens=1))
+    calls = 0
+
+    def hook(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        assert calls < 400, "rows beyond their limit never end"
+
+    model.register_forward_pre_hook(hook)
+    found = engine.generate(REQUESTS, stops)
+    assert engine.stats()["out_of_memory"] == 1
+    assert ids(found) == ids(expected)
+    assert [[c.finish for c in group] for group in found] == [[c.finish for c in group] for group in expected]
 
 
 def test_what_does_not_fit_the_device_at_all_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

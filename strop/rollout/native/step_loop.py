@@ -20,7 +20,7 @@ from strop.rollout.native.runner import Runner
 from strop.rollout.native.scheduler import Scheduler
 from strop.rollout.native.speculation.speculator import build_speculator
 
-_NAN_LOGITS = "the model's logits are not numbers (NaN or infinity)"
+_ERRORS = {"error": "the model's logits are not numbers (NaN or infinity)"}
 STEPS_PER_SYNC = {"cpu": 1, "cuda": 16}
 """Decode steps between two reads of the rows' states from the device."""
 MIN_ADMIT_SHARE = {"cpu": 0.0, "cuda": 1 / 8}
@@ -306,14 +306,17 @@ class StepLoop:
         runner = self.runner
         scheduler = self.scheduler
         self._meter.out_of_memory += 1
-        scheduler.lengths[: self._num_filled] = runner.rows.states_and_lengths(self._num_filled)[1]
+        states, scheduler.lengths[: self._num_filled] = runner.rows.states_and_lengths(self._num_filled)
+        # Of several decode steps, those before the failure may have ended rows.
+        ended = {one: finish_name(state) for one, state in zip(scheduler.running, states) if state != RUNNING}
         self._preempt_from(0)
+        for sample in scheduler.take_waiting(ended.__contains__):
+            self._complete(sample, ended[sample], _ERRORS.get(ended[sample]))
         self._max_budget = max(runner.cache.tokens, min(self._requested_area, scheduler.budget)) * 3 // 4
         self.set_budget(self._max_budget)
         self.free()
         runner.batch_tokens = max(_MIN_BATCH_TOKENS, runner.batch_tokens // 2)
-        if runner.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         for sample in scheduler.take_waiting(lambda sample: sample.limit > scheduler.budget):
             reason = scheduler.over_budget(sample.limit)
             self._complete(sample, "error", f"out of memory on {runner.device}: {reason}")
@@ -358,7 +361,7 @@ class StepLoop:
         used = max(scheduler.lengths)
         self._close_gaps(scheduler.remove_finished(rows, reusable), used)
         for sample, finish in zip(samples, finishes):
-            self._complete(sample, finish, _NAN_LOGITS if finish == "error" else None)
+            self._complete(sample, finish, _ERRORS.get(finish))
 
     def _close_gaps(self, moves: Sequence[tuple[int, int]], used: int) -> None:
         """Rows of up to `used` tokens move; those behind the running ones are free."""
