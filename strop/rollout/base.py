@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Protocol, cast
 
 from strop.catalog import ENGINES
 from strop.errors import CRASHED
 from strop.registry import did_you_mean
+from strop.rollout.sampling_bounds import check_sampling
 from strop.types import Images, join_experts
 
 if TYPE_CHECKING:
@@ -46,14 +48,7 @@ class Sampling:
     """1: none."""
 
     def __post_init__(self) -> None:
-        for name, is_allowed, words in (
-            ("temperature", self.temperature >= 0, "at least 0 (0 is greedy)"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (temperature=0 is greedy)"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
-        ):
-            if not is_allowed:
-                raise ValueError(f"{name}={getattr(self, name)} must be {words}.")
+        check_sampling(self)
 
 
 OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
@@ -243,6 +238,8 @@ def check_request(
             return f"no adapter {request.adapter!r} is loaded; loaded are: {loaded}"
     if not request.ids:
         return "the prompt is empty"
+    if not isinstance(limit, Integral):
+        return f"max_tokens={limit} is not a whole number"
     if limit < 1:
         return f"max_tokens={limit}: nothing to generate"
     if len(request.ids) >= max_model_len:

@@ -108,12 +108,22 @@ def test_a_repetition_penalty_counts_the_tokens_of_the_prompt_alone(name: str) -
 
 
 @pytest.mark.parametrize(
-    "setting", ["temperature=-1", "temperature=nan", "top_p=0", "top_p=1.5", "min_p=-0.1", "min_p=2"]
+    "setting",
+    [
+        *("temperature=-1", "temperature=nan", "temperature=1e-40"),
+        *("top_p=0", "top_p=1.5", "min_p=-0.1", "min_p=2", "top_k=2.5", "top_k=inf"),
+        *("repetition_penalty=0", "repetition_penalty=1e-50"),
+    ],
 )
 def test_settings_that_no_distribution_has_are_refused(setting: str) -> None:
     key, _, value = setting.partition("=")
     with pytest.raises(ValueError, match=f"{key}={float(value)} must be"):
         Sampling(**{key: float(value)})  # type: ignore[arg-type] # all of these are numbers
+
+
+def test_a_stop_token_that_no_engine_can_read_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stop_ids=\(3, 9223372036854775808\) must be token ids"):
+        Sampling(stop_ids=(3, 1 << 63))
 
 
 FILTERS = {

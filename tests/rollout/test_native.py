@@ -85,6 +85,28 @@ def test_a_request_that_never_fits_fails_alone() -> None:
     assert len(short[0].ids) == 5
 
 
+@pytest.mark.parametrize("top_p", [1e-50, 1e-320])
+def test_a_top_p_below_float32_takes_the_likeliest_token(top_p: float) -> None:
+    model = tiny.make()
+    engine = NativeEngine(model)
+    found = engine.generate([Request(PROMPTS[0], n=2)], Sampling(top_p=top_p, max_tokens=6))
+    assert ids(found) == [[tiny.plain_greedy(model, PROMPTS[0], 6)] * 2]
+
+
+def test_numbers_that_a_tensor_cannot_hold_disturb_no_other_request() -> None:
+    engine = NativeEngine(tiny.make())
+    plain, broken = Request(PROMPTS[0], seed=1, max_tokens=5), Request(PROMPTS[1], max_tokens=2.5)  # type: ignore[arg-type] # as a caller may
+
+    async def both() -> list[list[Completion]]:
+        every = Sampling(top_k=1 << 70)
+        calls = (engine.agenerate(plain, every), engine.agenerate(broken, Sampling(top_k=5)))
+        return list(await asyncio.gather(*calls))
+
+    first, second = asyncio.run(both())
+    assert ids([first]) == ids(engine.generate([plain], Sampling()))
+    assert second[0].finish == "error" and "max_tokens=2.5" in str(second[0].error)
+
+
 def test_rows_that_end_make_room_for_those_who_wait() -> None:
     model = tiny.make()
     engine = NativeEngine(model, max_num_seqs=4)

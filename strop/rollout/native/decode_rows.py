@@ -45,6 +45,8 @@ token."""
 
 _MAX_DISTINCT_SHARE = 0.75
 """With more distinct rows than this share, computing them once does not pay."""
+_SMALLEST = 1e-30
+"""A smaller top-p may be 0 in float32, which leaves no token."""
 _MAX_VOCAB = 1 << 20
 """No vocabulary is larger."""
 
@@ -168,7 +170,7 @@ class DecodeRows:
         self._ints[:, index] = torch.tensor(self._int_values(admissions), device=device)
         floats = [
             [one.temperature or 1.0 for one in settings],
-            [one.top_p for one in settings],
+            [max(one.top_p, _SMALLEST) for one in settings],
             [one.min_p for one in settings],
             [one.repetition_penalty for one in settings],
         ]
@@ -383,7 +385,7 @@ def _draw_features(used: Features) -> dict[str, bool]:
 
 
 def _top_k(settings: Sampling) -> int:
-    return settings.top_k if settings.top_k > 0 else ALL
+    return min(int(settings.top_k), ALL) if settings.top_k > 0 else ALL
 
 
 def _token_table(samples: Sequence[ScheduledSample]) -> np.ndarray:
