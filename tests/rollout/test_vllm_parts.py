@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ from strop.data.chat import Chat
 from strop.data.images import ImageProcessor
 from strop.errors import CRASHED, answer
 from strop.rollout import external_host
-from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.base import Completion, EngineDied, Request, Sampling
 from strop.rollout.buckets import Buckets, read_bucket
 from strop.rollout.external import model_source, named_weights
 from strop.rollout.external_host import HostProcess
@@ -97,6 +98,72 @@ def test_the_driver_returns_the_experts_of_layers_that_have_some(separate: bool)
     driver._finish(answer)  # type: ignore[arg-type]
     [found] = future.result()
     assert found.experts is not None and np.array_equal(found.experts, table[:5, 1:])
+
+
+def running_driver(**methods: Any) -> Driver:
+    """A driver in its thread, whose vLLM has these methods."""
+    driver = Driver.__new__(Driver)
+    driver._engine = SimpleNamespace(  # type: ignore[assignment] # vLLM's engine
+        output_processor=SimpleNamespace(request_states={}), **methods
+    )
+    driver._inbox, driver._failure, driver._closing = queue.SimpleQueue(), None, False
+    driver._running, driver._request_ids, driver.version = {}, itertools.count(), 0
+    driver._parameters = lambda *_: None  # type: ignore[method-assign]
+    threading.Thread(target=driver._run, daemon=True).start()
+    return driver
+
+
+def dead(*_: object) -> None:
+    raise RuntimeError("EngineCore encountered an issue")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_request_that_a_dead_engine_does_not_take_fails(place: int) -> None:
+    """The process of vLLM's core may end while nothing runs; the next request finds it."""
+    added: list[str] = []
+
+    def add_request(name: str, *_: object) -> None:
+        if len(added) == place:
+            dead()
+        added.append(name)
+
+    driver = running_driver(add_request=add_request)
+    for _ in range(2):
+        with pytest.raises(EngineDied, match="EngineCore encountered an issue"):
+            driver.submit(Request([5], n=2), Sampling()).result(timeout=20)
+
+
+def test_running_requests_fail_when_the_engine_cannot_abort_them() -> None:
+    aborting = threading.Event()
+
+    def step() -> list[object]:
+        if aborting.wait(0.01):
+            dead()
+        return []
+
+    def abort_request(names: object) -> None:
+        aborting.set()
+        dead()
+
+    driver = running_driver(add_request=lambda *_: None, step=step, abort_request=abort_request)
+    future = driver.submit(Request([5]), Sampling())
+    with pytest.raises(RuntimeError, match="EngineCore"):
+        driver.call("abort").result(timeout=20)
+    with pytest.raises(EngineDied, match="EngineCore"):
+        future.result(timeout=20)
+
+
+def test_experts_that_cannot_be_read_are_an_error_of_their_request() -> None:
+    table = np.zeros((3, 2, 1), np.int16)
+    table[0, 0] = 1
+    log_probs = [{9: SimpleNamespace(logprob=-1.0)}] * 2
+    output = SimpleNamespace(token_ids=[9, 9], logprobs=log_probs, finish_reason="stop", routed_experts=table)
+    answers = [SimpleNamespace(request_id="0-0", outputs=[output], finished=True)]
+    driver = running_driver(
+        add_request=lambda *_: None, step=lambda: [answers.pop()] if answers else [], abort_request=dead
+    )
+    [found] = driver.submit(Request([5, 6]), Sampling()).result(timeout=20)
+    assert found.finish == "error" and "one expert per token" in str(found.error)
 
 
 @pytest.mark.parametrize("megabytes", [1, 64])

@@ -101,7 +101,10 @@ class _RunningSample:
         completion = Completion(ids, log_probs, finish, version, error, spans)
         if experts:
             length = len(self.state.request.ids) + len(ids)
-            completion.experts = engine_experts(np.concatenate(list(experts)), length)
+            try:
+                completion.experts = engine_experts(np.concatenate(list(experts)), length)
+            except ValueError as problem:
+                completion = Completion([], [], "error", version, str(problem))
         self.state.add(self.index, completion)
 
 
@@ -245,6 +248,10 @@ class Driver:
             for name in added:
                 del self._running[name]
             future.set_result(error_completions(request, f"vLLM refuses it: {error}", self.version))
+        except Exception as error:
+            if not added:  # else `_fail` finds it among the running ones
+                future.set_exception(_died(error))
+            raise
 
     def _parameters(self, request: Request, sampling: Sampling, index: int) -> SamplingParams:
         module = require("vllm.sampling_params", extra=_EXTRA, why=_WHY)
@@ -283,9 +290,9 @@ class Driver:
 
     def _abort(self) -> None:
         outputs = self._outputs_so_far()
+        self._engine.abort_request(list(self._running))
         samples = self._running
         self._running = {}
-        self._engine.abort_request(list(samples))
         for name, sample in samples.items():
             ids, log_probs, experts = outputs.get(name, ([], [], []))
             sample.finish(ids, log_probs, "abort", self.version, experts=experts)
