@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +19,7 @@ from strop.rollout.base import (
     Engine,
     EngineDied,
     MoreRequests,
+    OnTokens,
     Request,
     Sampling,
     completion_limit,
@@ -204,10 +206,16 @@ class Interruptible:
         rest = []
         for i, j in places:
             limit = completion_limit(requests[i], sampling)
-            rest.append(
-                continuation(requests[i], j, results[i][j], limit, same_stream=self.engine.same_stream)
-            )
+            part = continuation(requests[i], j, results[i][j], limit, same_stream=self.engine.same_stream)
+            rest.append(replace(part, on_tokens=_as_sample(j, part.on_tokens)))
         return rest
+
+
+def _as_sample(sample: int, on_tokens: OnTokens | None) -> OnTokens | None:
+    """The callback of a request, for the request that continues one of its samples."""
+    if on_tokens is None:
+        return None
+    return lambda _, ids, log_probs: on_tokens(sample, ids, log_probs)
 
 
 def _join(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,6 +117,23 @@ def test_without_cutting_a_stop_waits(engine):
     while engine.version == 0 and time.time() < deadline:
         time.sleep(0.01)
     assert engine.version == 1
+
+
+def test_each_sample_is_streamed_whole(engine):
+    steady = Interruptible(engine, cut=True)
+
+    def pause(number: int) -> None:
+        with steady.stopped():
+            pass
+
+    Alarm(steady, [4, 9], pause)
+    heard: dict[int, list[int]] = {0: [], 1: [], 2: []}
+
+    def on_tokens(sample: int, ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        heard[sample] += ids
+
+    [found] = steady.generate([replace(REQUESTS[0], on_tokens=on_tokens)], SAMPLING)
+    assert [c.ids for c in found] == list(heard.values())
 
 
 def test_coroutines_are_continued_too(engine):
