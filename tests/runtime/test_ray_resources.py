@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +85,21 @@ def test_variables_that_ranks_get():
     added = {"TENSORBOARD_DIR", "VERL_FILE_LOGGER_PATH", "MY_KEY"}
     assert forwarded_environment(shell, tree).keys() == expected | added
     assert int(thread_environment({"LOCAL_WORLD_SIZE": "1000"})["OMP_NUM_THREADS"]) == 1
+
+
+def test_ranks_get_ctrl_c_though_workers_of_ray_block_it(tmp_path: Path):
+    """A process inherits the signals that its parent blocks, whatever handlers it installs."""
+    shown = "import signal; print('blocked', *signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    launcher = RankLauncher(0)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        arguments = ["-n1", "-r1", shown]
+        end = launcher.run("timeit", arguments, "127.0.0.1", str(tmp_path), {"LOCAL_WORLD_SIZE": "1"})
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert end.code == 0, end.lines
+    assert launcher.take_output()[0][1].split() == ["blocked"]
 
 
 def test_the_interface_of_an_address(monkeypatch):

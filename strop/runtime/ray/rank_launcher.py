@@ -100,18 +100,19 @@ class RankLauncher:
         environment: Mapping[str, str],
     ) -> EndedProcess:
         """Start the rank and wait until it ends."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", program, *arguments],
-            env={
-                **os.environ,
-                **thread_environment(environment),
-                **network_environment(address),
-                **environment,
-                LAUNCHED: str(os.getpid()),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        with sigint_unblocked():
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", program, *arguments],
+                env={
+                    **os.environ,
+                    **thread_environment(environment),
+                    **network_environment(address),
+                    **environment,
+                    LAUNCHED: str(os.getpid()),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         stdout = OutputTail(cast(BinaryIO, self.process.stdout), lambda line: self._buffer(STDOUT, line))
         stderr = OutputTail(
             cast(BinaryIO, self.process.stderr),
@@ -148,6 +149,17 @@ class RankLauncher:
             self.process.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
+
+
+@contextmanager
+def sigint_unblocked() -> Iterator[None]:
+    """Around the start of a process. Ray's workers block SIGINT, and a child inherits what its parent blocks:
+    Ctrl-C would never reach it."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def package_versions() -> dict[str, str]:
