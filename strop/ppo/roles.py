@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -235,6 +236,7 @@ def replica_spec(config: PpoConfig) -> ReplicaSpec | None:
         dtype=training_dtype(config.actor_rollout_ref.actor),
         device=config.trainer.device,
         holds_weights=bool(ENGINES.entry(engine_name(rollout)).facts["own_weights"]),
+        folder=os.getcwd(),
     )
 
 

@@ -27,6 +27,13 @@ TAIL_LINES = 20
 """Output lines that are kept for error messages."""
 
 
+def enter_folder(folder: str) -> None:
+    """Change to `folder`, where the relative paths of the command begin. One that this machine does not have
+    is left out: a path that is missing then is reported with its key."""
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+
+
 def torchrun_sizes() -> list[str]:
     """Return what torchrun started as settings; empty in other processes, and in ranks that Strop started."""
     if "WORLD_SIZE" not in os.environ or "LOCAL_WORLD_SIZE" not in os.environ or LAUNCHED in os.environ:

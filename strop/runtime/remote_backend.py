@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from strop.backends.micro_batches import NonFiniteLoss
 from strop.ranks import Ranks
 from strop.run.checkpoint.shards import SavedTensor
 from strop.run.checkpoint.tensor_files import join, split
-from strop.runtime.launch import free_port, network_environment
+from strop.runtime.launch import enter_folder, free_port, network_environment
 from strop.runtime.remote_models import BatchArrays, output_arrays
 from strop.types import Batch
 
@@ -60,8 +60,7 @@ class RankWorker:
 
     def set_environment(self, folder: str, address: str, environment: Mapping[str, str]) -> None:
         """Change to `folder`, where relative paths begin, and set the variables of a rank."""
-        with suppress(OSError):  # a path that is missing then is reported with its key
-            os.chdir(folder)
+        enter_folder(folder)
         os.environ.update({**network_environment(address), **environment})
 
 

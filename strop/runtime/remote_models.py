@@ -20,6 +20,7 @@ from strop.backends.base import Backend, MicroBatching, Outputs
 from strop.data.balance import balanced_partitions, workload
 from strop.ranks import Ranks
 from strop.rewards.model import TokenScorer
+from strop.runtime.launch import enter_folder
 from strop.types import Batch, Images, pad_columns
 
 ServedModel = Backend | TokenScorer
@@ -76,11 +77,14 @@ def output_arrays(outputs: Outputs) -> dict[str, np.ndarray]:
 class FrozenModel:
     """One copy, in the process that holds it."""
 
-    def __init__(self, make: Callable[[], ServedModel]) -> None:
+    def __init__(self, make: Callable[[], ServedModel], folder: str = ".") -> None:
+        """`folder`: where relative paths begin."""
         self._make = make
+        self._folder = folder
 
     @cached_property
     def model(self) -> ServedModel:
+        enter_folder(self._folder)
         return self._make()
 
     def ready(self) -> None:

@@ -23,6 +23,7 @@ from strop.models.build import allocate, build_reference, compute_dtype
 from strop.rollout.base import Completion, Engine, Request, Sampling, build_engine
 from strop.rollout.buckets import read_bucket
 from strop.rollout.external import ExternalEngine, engine_folder
+from strop.runtime.launch import enter_folder
 from strop.runtime.weight_broadcast import BroadcastGroup, Rendezvous, join_group
 
 NamedWeights = list[tuple[str, Tensor]]
@@ -43,9 +44,12 @@ class ReplicaSpec:
     """As in trainer.device."""
     holds_weights: bool
     """Whether the engine itself builds a model from the folder."""
+    folder: str = "."
+    """Where relative paths begin."""
 
     def make(self) -> Engine:
         """Build the engine."""
+        enter_folder(self.folder)
         if self.holds_weights:
             return build_engine(self.engine, engine_folder(self.model), **self.settings)
         device = self.place()

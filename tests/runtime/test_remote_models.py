@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +48,16 @@ class Lengths:
 
     def score(self, sequences):
         return [len(ids) + ids[0] / 100 for ids in sequences]
+
+
+def test_relative_paths_begin_in_the_folder_of_the_command(tmp_path, monkeypatch):
+    """Ray starts its workers in the folder of `ray start`."""
+    (tmp_path / "command").mkdir()
+    (tmp_path / "command" / "model").touch()
+    monkeypatch.chdir(tmp_path)  # building the model changes the folder, and this goes back
+    copy = FrozenModel(lambda: Path("model").stat().st_size, str(tmp_path / "command"))
+    copy.ready()
+    assert copy.model == 0
 
 
 def test_a_batch_arrives_as_it_was():

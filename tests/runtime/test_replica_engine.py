@@ -267,6 +267,24 @@ def test_a_feed_gives_every_weight_once_and_raises_what_the_taker_raises():
             feed.give([("x", torch.zeros(1))], False, refused)
 
 
+def test_a_replica_finds_relative_paths_of_the_command(task, tmp_path, monkeypatch):
+    """Ray starts its workers in the folder of `ray start`."""
+    from strop.ppo.roles import replica_spec
+
+    words = [
+        "actor_rollout_ref.model.path=model",
+        "data.train_files=data/train.parquet",
+        "trainer.device=cpu",
+        "actor_rollout_ref.rollout.max_model_len=16",
+        "actor_rollout_ref.rollout.nnodes=1",
+    ]
+    monkeypatch.chdir(task)
+    spec = replica_spec(load("ppo_trainer", words).config)
+    assert spec is not None
+    monkeypatch.chdir(tmp_path)
+    assert RolloutReplica(spec).engine.version == 0
+
+
 def test_a_replica_samples_from_the_weights_it_was_given(task):
     """The very tokens and log-probs of an engine beside the trainer."""
     from strop.models.build import build_reference

@@ -50,7 +50,8 @@ def start_model_copies(
     """Run a copy of the model at each of `places` while the block lasts; yields variables for the ranks."""
     restarts = {"max_restarts": -1, "max_task_retries": MAX_TASK_RETRIES}
     places = [{**place, **restarts} for place in places]
-    with named_actors(role, FrozenModel, make_model, places, namespace, timeout, "ready") as (_, variables):
+    arguments = [make_model, os.getcwd()]
+    with named_actors(role, FrozenModel, arguments, places, namespace, timeout, "ready") as (_, variables):
         yield variables
 
 
@@ -70,7 +71,8 @@ def start_training_workers(
     actors.
     """
     ray = ray_module()
-    started = named_actors(role, worker, make_backend, places, namespace, timeout, "machine")
+    arguments = [] if make_backend is None else [make_backend]
+    started = named_actors(role, worker, arguments, places, namespace, timeout, "machine")
     with started as (actors, variables):
         shared = {
             "WORLD_SIZE": str(len(actors)),
@@ -89,7 +91,7 @@ def start_training_workers(
 def named_actors(
     role: str,
     actor_class: type,
-    factory: Callable[..., object] | None,
+    arguments: Sequence[object],
     places: Sequence[ActorOptions],
     namespace: str,
     timeout: float,
@@ -99,7 +101,6 @@ def named_actors(
     ray = ray_module()
     name = f"{role}-{os.getpid()}-{time.monotonic_ns()}"
     remote = ray.remote(actor_class)
-    arguments = [] if factory is None else [factory]
     actors: list[ActorHandle] = []
     for number, place in enumerate(places):
         options = remote.options(name=f"{name}-{number}", namespace=namespace, **place)

@@ -27,7 +27,14 @@ from typing import BinaryIO, cast
 
 from strop.run.heartbeat import worker_log_file
 from strop.runtime.failure import MACHINE_LOST, RankFailure, first_cause
-from strop.runtime.launch import LAUNCHED, OutputTail, free_port, network_environment, omp_threads_per_rank
+from strop.runtime.launch import (
+    LAUNCHED,
+    OutputTail,
+    enter_folder,
+    free_port,
+    network_environment,
+    omp_threads_per_rank,
+)
 from strop.runtime.ray.connection import (
     HEAD_TIMEOUT,
     ActorHandle,
@@ -82,8 +89,7 @@ class RankLauncher:
 
     def machine(self, address: str, folder: str, paths: Sequence[str]) -> Machine:
         """Change to `folder`, where relative paths begin, and describe this machine."""
-        with contextlib.suppress(OSError):  # paths that are missing then are reported below
-            os.chdir(folder)
+        enter_folder(folder)
         missing = [path for path in paths if not os.path.exists(os.path.expanduser(path))]
         return Machine(socket.gethostname(), address, os.getpid(), package_versions(), missing)
 
