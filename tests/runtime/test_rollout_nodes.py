@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,21 @@ def test_a_killed_rollout_node_without_another_ends_the_run(nodes, settings, tmp
         nodes.workers.append(nodes.add())
     assert "Replica 0 died, and the cluster had no place for another within" in run.said()
     assert "Traceback" not in run.said()
+
+
+@pytest.mark.slow
+def test_a_replica_that_cannot_be_built_is_an_error_and_no_lost_machine(nodes, settings, tmp_path):
+    """It would fail again, so the run is not started again (`trainer.max_restarts`)."""
+    from strop.ppo.roles import replica_spec
+
+    loaded = load("ppo_trainer", [*settings, *separated(nodes), f"trainer.default_local_dir={tmp_path}/run"])
+    spec = replica_spec(loaded.config)
+    spec = replace(spec, model=replace(spec.model, path=f"{tmp_path}/none"))
+    with (
+        RayCluster(loaded.config, loaded.tree(), spec) as cluster,
+        pytest.raises(ValueError, match=r"A worker cannot start: .*path='.*/none' does not exist.$"),
+    ):
+        cluster.run("strop.trainer.main_ppo", [])
 
 
 @pytest.mark.slow

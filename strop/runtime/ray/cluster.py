@@ -143,13 +143,13 @@ class RayCluster:
                 runs = self._start_ranks(launchers, machines, program, arguments, variables)
                 grace = self._trainer.grace_seconds
                 return RankWatcher(self._ray, launchers, machines, runs, grace).watch()
-        except errors.RayActorError as error:  # a machine was lost before its rank had started
+        except errors.RayActorError as error:
+            if error.actor_init_failed:  # it would fail again
+                raise _cannot_start(error) from error
+            # A machine was lost before its rank had started.
             return RankFailure(0, self.world_size, MACHINE_LOST, detail=short_error(error))
         except errors.RayError as error:
-            raise ValueError(
-                f"A worker cannot start: {short_error(error)} Strop must be installed on every machine of "
-                "the cluster, or named in ray_kwargs.ray_init.runtime_env."
-            ) from error
+            raise _cannot_start(error) from error
 
     def _start_launchers(self, group: PlacementGroup) -> list[ActorHandle]:
         """Start an actor for every rank, on the rank's machine."""
@@ -230,7 +230,7 @@ class RayCluster:
             remote = self._ray.remote(ReplicaManager).options(namespace=NAMESPACE, **options)
             timeout = self._trainer.ray_wait_register_center_timeout
             manager = remote.remote(self._replica_spec, places, timeout)
-            self._ray.get(manager.deaths.remote())  # returns when the replicas are ready
+            self._ray.get(manager.start.remote())
             yield {POOL: f"{self._ray.get_runtime_context().gcs_address} {NAMESPACE} {name}"}
             # After an error the actor ends with this process, or when its resources are released.
             self._ray.kill(manager)
@@ -282,3 +282,13 @@ class RayCluster:
         factory = self._trained_models[role]
         with start_training_workers(role, factory, places, seats, NAMESPACE, timeout) as variables:
             yield variables
+
+
+def _cannot_start(error: Exception) -> ValueError:
+    text = f"A worker cannot start: {short_error(error)}"
+    if "No module named" in text:
+        text += (
+            " Strop must be installed on every machine of the cluster, or named in "
+            "ray_kwargs.ray_init.runtime_env."
+        )
+    return ValueError(text)

@@ -7,6 +7,7 @@ name the little of Ray's handles that the other files of this folder use.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from strop.extras import require
 from strop.stopping import SIGNALS
 
+COLOUR = re.compile("\x1b\\[[0-9;]*m")
 HEAD_TIMEOUT = 5.0
 """Seconds that the head of the cluster may be silent."""
 
@@ -108,10 +110,11 @@ def future_of(
 
 def short_error(error: BaseException) -> str:
     """Return what Ray says, without its table of properties."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = COLOUR.sub("", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) < 4:
         return " ".join(lines)[-400:]
-    return f"{lines[0]} {lines[-1]}"[:400]
+    return f"{lines[0][:300]} {lines[-1][:400]}"
 
 
 class ClusterHead:

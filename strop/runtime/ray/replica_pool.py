@@ -54,7 +54,11 @@ class ReplicaManager:
         self._given_up: dict[int, str] = {}
         """Replicas that could not be restarted, and why. Requests to their last actor would wait for ever."""
         self._incarnations = [0] * len(places)
-        self._replicas = [self._start_replica(number) for number in range(len(places))]
+        self._replicas: list[ActorHandle] = []
+
+    def start(self) -> None:
+        """Start the replicas, and return when they are ready."""
+        self._replicas = [self._start_replica(number) for number in range(len(self._places))]
         self._ray.get([replica.ready.remote() for replica in self._replicas])
 
     def _start_replica(self, number: int) -> ActorHandle:
