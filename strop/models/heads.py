@@ -65,9 +65,10 @@ def scalar_class(config: PreTrainedConfig, *, bias: bool = False) -> type[PreTra
         name = f"{stem}ForTokenClassification"
     if known is MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         _same_names_in_files(name, language.__name__, str(config.model_type))
-    return type(
-        name, (GenericForTokenClassification, family), {"base_model_prefix": family.base_model_prefix}
-    )
+    # In another module it would be custom code to transformers, which then leaves buffers that no file has as
+    # uninitialized memory (the multipliers of Falcon-H1).
+    attributes = {"base_model_prefix": family.base_model_prefix, "__module__": family.__module__}
+    return type(name, (GenericForTokenClassification, family), attributes)
 
 
 def _same_names_in_files(name: str, language: str, model_type: str) -> None:
