@@ -27,11 +27,12 @@ from strop.models import fused_modules
 from strop.models.attention import SetAttention, padded_attention
 from strop.models.changes import Change, SetAttribute, SetClass, done, undo_changes
 from strop.models.layouts.delta_rule import DELTA_RULE
+from strop.models.layouts.wide_stream import widened
 from strop.models.lora import base_model
 from strop.models.lora_cpu.layers import lean_lora_layers
 from strop.models.lora_gpu.layers import fused_lora_layers
 from strop.models.projections.fused import fused_qkv_layers
-from strop.models.residual import AddingLinear, ResidualHooks, adding_layer, fused_residual_adds
+from strop.models.residual import AddingLinear, adding_layer, fused_residual_adds
 from strop.models.self_check import refused
 from strop.models.varlen import UseFlash, checked_flash, head_shapes
 from strop.models.vision.passes import find_vision_part, towers_of
@@ -140,12 +141,6 @@ def _dropouts(model: nn.Module) -> Iterator[Change]:
                 yield SetAttribute(module, name, 0.0)
 
 
-def _fp32_residual(model: nn.Module, context: PatchContext) -> list[Change]:
-    hooks = ResidualHooks(model)
-    hooks.do()
-    return [hooks] if hooks.handles else []
-
-
 def _liger(model: nn.Module, context: PatchContext) -> list[Change]:
     """Liger changes modules in ways of its own: what is different afterwards is recorded."""
     liger = require("liger_kernel.transformers.monkey_patch", extra="liger", why="model.use_liger")
@@ -226,7 +221,7 @@ def _tower(model: nn.Module, context: PatchContext) -> list[Change]:
 MODEL_PATCHES = (
     Patch("attention_function", always, _set_attention, required=True),
     Patch("no_dropout", always, _no_dropout, required=True),
-    Patch("fp32_residual", lambda model, context: context.fp32_residual, _fp32_residual),
+    Patch("fp32_residual", lambda model, context: context.fp32_residual, lambda model, _: widened(model)),
     Patch("liger", lambda model, context: context.use_liger, _liger),
 )
 DEVICE_PATCHES = (

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from strop.config.schema.model import ModelConfig
+from strop.models.build import build_policy
+from strop.models.forward import response_outputs
 from strop.models.heads import load_scalar_model
+from strop.models.layouts.small_model import small_config
+from strop.models.layouts.wide_stream import _by_class
 from strop.models.load import load_config, resolve
+from strop.models.patches import applied_patches
+from strop.rollout.base import Request, Sampling
+from strop.rollout.native.engine import NativeEngine
 from tests.models.hybrids import hybrid
+from tests.models.tiny import tiny_batch, tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 7, 11, 4]])
 
@@ -31,3 +42,26 @@ def test_a_critic_of_falcon_h1_computes_with_its_multipliers(tmp_path: Path, lou
     states = model.model(input_ids=IDS, use_cache=False).last_hidden_state
     values = critic(input_ids=IDS, use_cache=False).logits
     torch.testing.assert_close(values, states @ critic.score.weight.t())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn")
+@pytest.mark.parametrize("family", ["olmo2", "exaone4", "gemma3n_text"])
+def test_a_layer_that_reads_the_stream_without_a_norm_runs_in_bf16(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default the stream is float32, and a product of it with 16-bit weights raises an error."""
+    config = small_config(AutoConfig.for_model(family))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    _by_class.clear()
+    with caplog.at_level(logging.INFO, "strop"):
+        model = build_policy(ModelConfig(path=str(tmp_path)), dtype=torch.bfloat16)
+    assert "without a float32 residual stream" in caplog.text
+    assert "fp32_residual" not in applied_patches(model)
+    response_outputs(model, tiny_batch(), ["log_probs"])["log_probs"].sum().backward()
+    [[completion]] = NativeEngine(model).generate([Request([5, 9, 3])], Sampling(max_tokens=3))
+    assert completion.error is None
+
+
+def test_a_layer_that_normalizes_the_stream_has_it_in_float32(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    assert "fp32_residual" in applied_patches(build_policy(ModelConfig(path=str(tmp_path))))
