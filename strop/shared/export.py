@@ -19,6 +19,7 @@ from strop.backends.single import ModuleBackend
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
 from strop.models.build import persistent_buffers
+from strop.models.files.names import as_in_files
 from strop.models.generation.settings import write_generation_config
 from strop.models.load import copy_processor_files
 from strop.models.lora import base_model, has_adapters
@@ -73,15 +74,18 @@ def architecture_of(model: nn.Module) -> str:
 
 
 def exported(backend: Backend) -> dict[str, torch.Tensor]:
-    """All weights on rank 0, which writes them. All ranks take part in gathering, and keep nothing."""
+    """All weights on rank 0, which writes them, with their names in files. All ranks take part in gathering,
+    and keep nothing."""
     kept: dict[str, torch.Tensor] = {}
     for name, weight in backend.export_weights():
         if backend.ranks.is_rank0:
             kept[name] = weight
-    if backend.ranks.is_rank0:
-        for name, buffer in persistent_buffers(base_model(backend.module)).items():
-            kept.setdefault(name, buffer)
-    return kept
+    if not backend.ranks.is_rank0:
+        return kept
+    model = base_model(backend.module)
+    for name, buffer in persistent_buffers(model).items():
+        kept.setdefault(name, buffer)
+    return as_in_files(model, kept)
 
 
 @contextmanager

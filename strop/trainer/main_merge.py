@@ -46,7 +46,7 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _test(options: argparse.Namespace) -> int:
-    from strop.run.merge.merge import compare_with_folder, final_weights
+    from strop.run.merge.merge import compare_with_folder, final_weights, named_as_in_files
     from strop.run.merge.sources import CodeTrust, read_source
 
     source = read_source(
@@ -56,7 +56,7 @@ def _test(options: argparse.Namespace) -> int:
         ema=options.ema,
         trust=CodeTrust(options.trust_remote_code, options.external_lib),
     )
-    weights = final_weights(source)
+    weights = named_as_in_files(source, final_weights(source))
     found = compare_with_folder(weights, options.test_hf_dir, atol=options.atol)
     if not found:
         sys.stdout.write(f"{found.compared} tensors agree with {options.test_hf_dir}.\n")

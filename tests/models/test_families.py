@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.config.schema.model import ModelConfig
@@ -19,6 +21,10 @@ from strop.models.load import load_config, resolve
 from strop.models.patches import applied_patches
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native.engine import NativeEngine
+from strop.run.merge.merge import _write_folder, compare_with_folder, final_weights, named_as_in_files
+from strop.run.merge.sources import MergeSource
+from strop.shared.export import exported
+from tests.backends.make import single
 from tests.models.hybrids import hybrid
 from tests.models.tiny import tiny_batch, tiny_model
 
@@ -65,3 +71,37 @@ def test_a_layer_that_reads_the_stream_without_a_norm_runs_in_bf16(
 def test_a_layer_that_normalizes_the_stream_has_it_in_float32(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     assert "fp32_residual" in applied_patches(build_policy(ModelConfig(path=str(tmp_path))))
+
+
+RENAMED = ["gpt_neox", "mixtral", "nemotron_h"]
+"""transformers loads their weights under other names than those of their folders, or several as one."""
+
+
+def small_family(family: str) -> Any:
+    """A small model of a family, as its folder would load."""
+    return AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model(family))).eval()
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_an_export_has_the_names_of_published_folders(family: str, tmp_path: Path) -> None:
+    """vLLM and older versions of transformers know no others."""
+    model = small_family(family)
+    model.save_pretrained(tmp_path)
+    published = load_file(tmp_path / "model.safetensors")
+    found = exported(single(model))
+    assert found.keys() == published.keys() != dict(model.named_parameters()).keys()
+    for name, weight in published.items():
+        assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_merged_checkpoints_have_them_too(family: str, tmp_path: Path) -> None:
+    model = small_family(family)
+    model.save_pretrained(tmp_path / "base")
+    saved = MergeSource(dict(model.state_dict()), ModelConfig(path=str(tmp_path / "base")))
+    _write_folder(saved, tmp_path, None)
+    published = load_file(tmp_path / "base" / "model.safetensors")
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == published.keys()
+    assert all(torch.equal(written[name], weight) for name, weight in published.items())
+    assert not compare_with_folder(named_as_in_files(saved, final_weights(saved)), tmp_path / "base")

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strop.models.build import build_tokenizer, dtype_of
+from strop.models.build import build_tokenizer, dtype_of, meta_init
+from strop.models.files.names import as_in_files
 from strop.models.generation.settings import read_generation_config, write_generation_config
 from strop.models.heads import HEAD, load_scalar_model, pad_token_other_than_eos, scalar_class, untie
 from strop.models.load import (
@@ -90,6 +91,19 @@ def final_weights(saved: MergeSource) -> dict[str, Tensor]:
     if _config(saved).tie_word_embeddings and _has_own_head(weights) is False:
         weights.pop("lm_head.weight", None)
     return weights
+
+
+def named_as_in_files(saved: MergeSource, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights with the names of published folders, which those of other frameworks have already."""
+    with meta_init():
+        model = _empty_model(saved)
+    if not weights.keys() <= model.state_dict().keys():
+        return weights
+    named = as_in_files(model, weights)
+    for name, weight in named.items():
+        if weight.untyped_storage().nbytes() > weight.nbytes:  # huggingface_hub writes no part of a tensor
+            named[name] = weight.clone()
+    return named
 
 
 def _untie_own_head(config: PretrainedConfig, weights: Mapping[str, Tensor]) -> None:
@@ -211,6 +225,7 @@ def _write_folder(saved: MergeSource, folder: Path, dtype: str | None) -> None:
         if weight.is_floating_point():
             weight = weight.to(written_dtype)
         weights[name] = weight.contiguous()
+    weights = named_as_in_files(saved, weights)
     if saved.is_scalar:
         has_bias = _has_bias(weights)
         config.num_labels = 1

@@ -1,0 +1,1 @@
+"""Files of models: the names of weights in them."""
