@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from strop.config.checkpointing import checkpointing_of
 from strop.config.schema.model import ModelConfig
 from strop.models.checkpointing import checkpoint_activations
+from strop.models.files.names import name_in_files
 from strop.models.generation.settings import load_generation_config, read_generation_config
 from strop.models.heads import empty_scalar_model, load_scalar_model, note_own_head, untie_own_head
 from strop.models.layouts.check import runs_packed
@@ -360,9 +361,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_buffers(module: nn.Module, source: WeightFiles) -> None:
     """Fill persistent buffers from the files: loaders of shards go through parameters alone."""
-    wanted = persistent_buffers(module)
-    if not wanted or source.gguf_file:
+    buffers = persistent_buffers(module)
+    if not buffers or source.gguf_file:
         return
+    model = cast("PreTrainedModel", module)
+    wanted = {name_in_files(model, name, buffer): buffer for name, buffer in buffers.items()}
     folder = Path(source.name)
     for file in weight_files(folder):
         opened = open_weights(folder / file)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.config.schema.model import ModelConfig
-from strop.models.build import build_policy
+from strop.models.build import build_policy, persistent_buffers
 from strop.models.forward import response_outputs
 from strop.models.heads import load_scalar_model
 from strop.models.layouts.small_model import small_config
@@ -105,3 +105,17 @@ def test_merged_checkpoints_have_them_too(family: str, tmp_path: Path) -> None:
     assert written.keys() == published.keys()
     assert all(torch.equal(written[name], weight) for name, weight in published.items())
     assert not compare_with_folder(named_as_in_files(saved, final_weights(saved)), tmp_path / "base")
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "minimax_m2", "kimi_linear"])
+def test_routing_biases_with_another_name_in_files_are_loaded(family: str, tmp_path: Path) -> None:
+    """Ranks build a model without its weights, and read the buffers from the files by name."""
+    model = small_family(family)
+    biases = persistent_buffers(model)
+    assert biases
+    for bias in biases.values():
+        bias.copy_(torch.randn(bias.shape))
+    model.save_pretrained(tmp_path)
+    later = persistent_buffers(build_policy(ModelConfig(path=str(tmp_path)), weights=False))
+    for name, bias in biases.items():
+        assert torch.equal(later[name], bias), name

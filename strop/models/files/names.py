@@ -22,3 +22,9 @@ def as_in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[s
         return given
     host = {name: weight.detach().cpu() for name, weight in given.items()}
     return dict(revert_weight_conversion(model, host))
+
+
+def name_in_files(model: PreTrainedModel, name: str, weight: Tensor) -> str:
+    """The name in files of a weight that is one tensor there too."""
+    [found] = revert_weight_conversion(model, {name: weight.detach()})
+    return str(found)
