@@ -40,8 +40,10 @@ def add_adapters(
     """
     peft = require("peft", extra="lora", why="LoRA (lora_rank > 0)")
     _check_rank(model, rank)
+    if target_modules == ModelConfig.target_modules:
+        exclude_modules = _with_names(exclude_modules, _special_linears(model))
     if isinstance(getattr(model, HEAD, None), nn.Linear):
-        exclude_modules = _with_head(exclude_modules)
+        exclude_modules = _with_names(exclude_modules, [HEAD])
     settings = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -53,6 +55,11 @@ def add_adapters(
     try:
         adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
+        if "is incompatible with" in str(error):  # the kernels of Mamba layers take weights without adapters
+            raise ValueError(
+                f"LoRA: target_modules={target_modules!r} names a module that peft does not adapt: {error} "
+                "Add it to exclude_modules, for instance model.exclude_modules=[out_proj]."
+            ) from error
         raise ValueError(
             f"LoRA: target_modules={target_modules!r} (exclude_modules={exclude_modules!r}) matches no "
             f"module of {type(model).__name__}. Its linear modules are: {', '.join(_linears(model))}. "
@@ -134,11 +141,32 @@ def _refuse_tied(adapted: Any) -> None:
             )
 
 
-def _with_head(excluded: str | Sequence[str] | None) -> str | list[str]:
-    """The scalar head among the modules that get no adapter."""
+def _with_names(excluded: str | Sequence[str] | None, names: Sequence[str]) -> str | Sequence[str] | None:
+    """The modules that get no adapter, and those with these names."""
+    if not names:
+        return excluded
     if isinstance(excluded, str):
-        return rf"(?:{excluded})|(?:.*\.)?{HEAD}"
-    return [*(excluded or []), HEAD]
+        return rf"(?:{excluded})|(?:.*\.)?(?:{'|'.join(map(re.escape, names))})"
+    return [*(excluded or []), *names]
+
+
+def _special_linears(model: nn.Module) -> list[str]:
+    """Linear modules that compute something else than a product: the router of Llama 4, the grouped
+    projections of DeepSeek-V4. An adapter of peft would add to what they return."""
+    linears = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    kinds = {kind for kind in {type(part) for _, part in linears} if not _is_product(kind)}
+    return [name for name, part in linears if type(part) in kinds]
+
+
+def _is_product(kind: type[nn.Linear]) -> bool:
+    if kind.forward in (nn.Linear.forward, Nf4Linear.forward):
+        return True
+    states = torch.ones(1, 2)
+    try:
+        probe = kind(2, 3)
+        return torch.equal(probe(states), nn.Linear.forward(probe, states))
+    except (TypeError, AttributeError, RuntimeError):  # it is made of other arguments, or returns no tensor
+        return False
 
 
 def _train_head(adapted: Any) -> Any:

@@ -18,7 +18,8 @@ from strop.models.heads import load_scalar_model
 from strop.models.layouts.small_model import small_config
 from strop.models.layouts.wide_stream import _by_class
 from strop.models.load import load_config, resolve
-from strop.models.patches import applied_patches
+from strop.models.lora import adapted_layers, add_adapters, base_name
+from strop.models.patches import applied_patches, patch_for_device
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native.engine import NativeEngine
 from strop.run.merge.merge import _write_folder, compare_with_folder, final_weights, named_as_in_files
@@ -26,8 +27,10 @@ from strop.run.merge.sources import MergeSource
 from strop.shared.export import exported
 from tests.backends.make import single
 from tests.models.hybrids import hybrid
+from tests.models.test_architectures import plain_log_probs
 from tests.models.tiny import tiny_batch, tiny_model
 
+SPECIAL = {"Llama4Router", "DeepseekV4GroupedLinear"}
 IDS = torch.tensor([[5, 9, 3, 7, 11, 4]])
 
 
@@ -119,3 +122,33 @@ def test_routing_biases_with_another_name_in_files_are_loaded(family: str, tmp_p
     later = persistent_buffers(build_policy(ModelConfig(path=str(tmp_path)), weights=False))
     for name, bias in biases.items():
         assert torch.equal(later[name], bias), name
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "deepseek_v4"])
+def test_adapters_of_all_linear_modules_leave_out_those_that_are_no_product(family: str) -> None:
+    """Routers of Llama 4 are linear modules that return a pair."""
+    model = small_family(family)
+    special = {name for name, part in model.named_modules() if type(part).__name__ in SPECIAL}
+    expected = plain_log_probs(model, tiny_batch())
+    adapted = add_adapters(model, rank=2, alpha=4)
+    patch_for_device(adapted)
+    names = {base_name(name) for name, part in adapted.named_modules() if part in adapted_layers(adapted)}
+    assert special and names and not special & names
+    log_probs = response_outputs(adapted, tiny_batch(), ["log_probs"])["log_probs"]
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-5)
+    log_probs.sum().backward()
+
+
+def test_adapters_of_all_linear_modules_of_falcon_have_all_of_them() -> None:
+    """Its linear modules are of a class of their own, which computes a product."""
+    adapted = add_adapters(small_family("falcon"), rank=2, alpha=4)
+    assert len(adapted_layers(adapted)) == 4 * adapted.config.num_hidden_layers
+
+
+def test_a_module_that_peft_does_not_adapt_is_named_with_what_to_set() -> None:
+    """The kernels of Mamba layers take the weight of out_proj without its adapter."""
+    model = hybrid("falcon_h1")
+    with pytest.raises(ValueError, match=r"out_proj.*model\.exclude_modules=\[out_proj\]"):
+        add_adapters(model, rank=2, alpha=4)
+    adapted = add_adapters(hybrid("falcon_h1"), rank=2, alpha=4, exclude_modules=["out_proj"])
+    assert adapted_layers(adapted)
