@@ -72,7 +72,7 @@ def test_rows_that_ended_before_the_failing_step_stay_as_they_are(
     stops = Sampling(stop_ids=(plain[3][0].ids[4],))
     expected = NativeEngine(model).generate(REQUESTS, stops)
     assert {c.finish for group in expected for c in group} == {"stop", "length"}
-    monkeypatch.setitem(step_loop._STEPS_PER_SYNC, "cpu", 16)
+    monkeypatch.setitem(step_loop.STEPS_PER_SYNC, "cpu", 16)
     engine = NativeEngine(model)
     engine.generate([Request([1])], Sampling(max_tokens=1))
     calls = 0
