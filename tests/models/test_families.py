@@ -15,7 +15,7 @@ from strop.config.schema.model import ModelConfig
 from strop.models.build import build_policy, persistent_buffers
 from strop.models.forward import response_outputs
 from strop.models.heads import load_scalar_model
-from strop.models.layouts.small_model import small_config
+from strop.models.layouts.small_model import small_config, small_model
 from strop.models.layouts.wide_stream import _by_class
 from strop.models.load import load_config, resolve
 from strop.models.lora import adapted_layers, add_adapters, base_name
@@ -28,7 +28,7 @@ from strop.shared.export import exported
 from tests.backends.make import single
 from tests.models.hybrids import hybrid
 from tests.models.test_architectures import plain_log_probs
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import SIZE, tiny_batch, tiny_model
 
 SPECIAL = {"Llama4Router", "DeepseekV4GroupedLinear"}
 IDS = torch.tensor([[5, 9, 3, 7, 11, 4]])
@@ -152,3 +152,20 @@ def test_a_module_that_peft_does_not_adapt_is_named_with_what_to_set() -> None:
         add_adapters(model, rank=2, alpha=4)
     adapted = add_adapters(hybrid("falcon_h1"), rank=2, alpha=4, exclude_modules=["out_proj"])
     assert adapted_layers(adapted)
+
+
+def longrope(original: int) -> Any:
+    """A Phi-3 that turns three quarters of a head, with longrope."""
+    factors = {"short_factor": [1.0] * 12, "long_factor": [4.0] * 12}
+    sizes = {**SIZE, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 32, "partial_rotary_factor": 0.75, "original_max_position_embeddings": original}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("phi3", **sizes, rope_scaling={"rope_type": "longrope", **factors})
+    ).eval()
+
+
+def test_longrope_is_measured_on_a_small_model() -> None:
+    """Its factors must fit the small heads; without a small model, ranks pad their rows, and engines are not
+    checked."""
+    assert small_model(longrope(32)).config.rope_parameters["long_factor"] == [4.0] * 3

@@ -104,6 +104,7 @@ _LAYER_LISTS = (
 _KINDS = ("layer_types", "layers_block_type")
 """Lists of one kind per layer."""
 _ROTARY = ("rope_parameters", "rope_scaling")
+_FACTORS = ("short_factor", "long_factor")
 _SECTIONS = (2, 1, 1)
 """How many of the frequencies of a small head turn with each axis of a position."""
 _PLAIN_PARTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.ParameterList, nn.Identity, nn.Dropout)
@@ -211,6 +212,18 @@ def _shrink(config: PreTrainedConfig, all_layers: bool) -> None:
         if isinstance(rotary, dict) and "mrope_section" in rotary:
             changes[name] = {**rotary, "mrope_section": list(_SECTIONS)}
     own.update(changes)
+    for name in _ROTARY:
+        if isinstance(own.get(name), dict):
+            own[name] = _small_factors(own[name], own)
+
+
+def _small_factors(rotary: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
+    """longrope has a factor for each frequency of a head, of which a small one has fewer."""
+    width = own.get("head_dim") or _number(own, ("hidden_size",)) // max(1, _number(own, _HEADS))
+    share = rotary.get("partial_rotary_factor") or own.get("partial_rotary_factor") or 1.0
+    count = (int(cast(int, width) * cast(float, share)) + 1) // 2
+    short = {key: cast("list[float]", rotary[key])[:count] for key in _FACTORS if key in rotary}
+    return {**rotary, **short}
 
 
 def _small_list(
