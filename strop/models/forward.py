@@ -33,6 +33,7 @@ from strop.models.packing import (
     RankShare,
     lay_out,
     rectangle,
+    refuse_mixed_lengths,
     response_states,
     without_last,
 )
@@ -65,8 +66,7 @@ def response_outputs(
     slicing: Slicing | None = None,
     topk: int = 0,
 ) -> dict[str, Tensor]:
-    """The outputs named in `want`, [B, T] in float32 on the model's device, with gradients where the model
-    has them.
+    """The outputs named in `want`, [B, T] in float32 on the model's device, with gradients if it has any.
 
     Column t belongs to the t-th response token, from the state before it; columns after a response are 0.
     `want` may name log_probs, entropy, observed_entropy (the same without a gradient, so that the backward
@@ -138,7 +138,10 @@ def response_outputs(
     return found
 
 
-def _laid_out(model: nn.Module, table: Tensor, images: Sequence[Images] | None, **options: Any) -> Inputs:
+def _laid_out(
+    model: PreTrainedModel, table: Tensor, images: Sequence[Images] | None, **options: Any
+) -> Inputs:
+    refuse_mixed_lengths(model.config, table)
     return lay_out(table, **options) if images is None else lay_out_images(model, table, images, **options)
 
 
@@ -278,8 +281,7 @@ class _LanguageHead(OutputHead):
         if "sum_pi_squared" in self.names:
             parts = []
             with torch.no_grad():
-                for part in picked.split(self.chunk):
-                    logits = head_logits(part, weight, bias)
+                for logits in (head_logits(part, weight, bias) for part in picked.split(self.chunk)):
                     parts.append(sum_pi_squared(logits, temperature=self.temperature))
             squares = torch.cat(parts)
         columns = self._columns(log_probs, entropy, squares)
@@ -364,8 +366,7 @@ class _DecoderOutput:
 
 
 def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The logits [n, V] that the model itself makes where its head is given [n, H], with every cap and scale
-    that it applies to them. What it does to hidden states before the head is not done again."""
+    """The logits [n, V] that the model makes of [n, H] at its head. What it does before is not done again."""
     head = cast(nn.Linear, model.get_output_embeddings())
     project = head.forward
     token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
@@ -382,8 +383,7 @@ _plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 @torch.no_grad()
 def head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether logits are just hidden @ weight.T + bias. Checked once per head, with logits in the hundreds,
-    where a cap shows. Backends check it when they are built."""
+    """Whether logits are just hidden @ weight.T + bias. Checked once per head, with logits over any cap."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return False

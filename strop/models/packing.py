@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from strop.models.sequence_parallel import Slicing
 from strop.types import Batch, Images
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 NOTHING = -1
 """Fills a table of token ids behind the end of a sequence."""
@@ -96,6 +99,24 @@ def without_last(table: Tensor) -> Tensor:
     cut = table.scatter(1, ends, NOTHING)
     cut[:, 0] = table[:, 0]
     return cut[:, : max(1, table.shape[1] - 1)]
+
+
+def refuse_mixed_lengths(config: PreTrainedConfig, table: Tensor) -> None:
+    """With longrope, one sequence over the original length changes the angles of all tokens of a pass: the
+    log-probs of a short sequence would depend on its micro-batch."""
+    rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rotary.get("rope_type") != "longrope":
+        return
+    limit = int(rotary["original_max_position_embeddings"])
+    lengths = (table != NOTHING).sum(1)
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if shortest <= limit < longest:
+        raise ValueError(
+            f"A micro-batch has sequences of {shortest} and of {longest} tokens. With the longrope of this "
+            f"model, sequences over {limit} tokens (original_max_position_embeddings) have other angles, and "
+            "a pass has one kind. Set the micro-batch size to 1 (without use_dynamic_bsz), or limit "
+            f"sequences to {limit} tokens (data.max_length)."
+        )
 
 
 def response_states(batch: Batch, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,6 +25,7 @@ from strop.rollout.native.engine import NativeEngine
 from strop.run.merge.merge import _write_folder, compare_with_folder, final_weights, named_as_in_files
 from strop.run.merge.sources import MergeSource
 from strop.shared.export import exported
+from strop.types import Batch
 from tests.backends.make import single
 from tests.models.hybrids import hybrid
 from tests.models.test_architectures import plain_log_probs
@@ -169,3 +170,18 @@ def test_longrope_is_measured_on_a_small_model() -> None:
     """Its factors must fit the small heads; without a small model, ranks pad their rows, and engines are not
     checked."""
     assert small_model(longrope(32)).config.rope_parameters["long_factor"] == [4.0] * 3
+
+
+@torch.no_grad()
+def test_longrope_refuses_what_would_depend_on_the_micro_batch() -> None:
+    """Sequences over the original length have other angles, and a pass of transformers has one kind."""
+    sequences = [torch.arange(3, 3 + length) for length in (9, 40, 33)]
+    batch = Batch(sequences, torch.tensor([2, 2, 2]), torch.ones(3, 38), torch.arange(3))
+    model = longrope(24)
+    with pytest.raises(ValueError, match=r"of 8 and of 39 tokens.*over 24 tokens.*micro-batch size to 1"):
+        response_outputs(model, batch, ["log_probs"])
+    for rows in ([0], [1, 2]):
+        piece = batch.select(rows)
+        expected = plain_log_probs(longrope(24), piece)
+        found = response_outputs(model, piece, ["log_probs"])["log_probs"]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
