@@ -253,12 +253,12 @@ def _generation_config(sampling: Sampling, max_new_tokens: int) -> GenerationCon
         "max_new_tokens": max_new_tokens,
         "eos_token_id": stops or None,
         "pad_token_id": 0,
-        "repetition_penalty": sampling.repetition_penalty,
+        "repetition_penalty": float(sampling.repetition_penalty),  # transformers takes no int
         "return_dict_in_generate": True,
         "output_logits": True,
     }
     if not greedy:
-        config["temperature"] = sampling.temperature
+        config["temperature"] = float(sampling.temperature)
         config["top_k"] = max(0, sampling.top_k)
         config["top_p"] = sampling.top_p
         config["min_p"] = sampling.min_p or None

@@ -121,6 +121,16 @@ def test_settings_that_no_distribution_has_are_refused(setting: str) -> None:
         Sampling(**{key: float(value)})  # type: ignore[arg-type] # all of these are numbers
 
 
+@pytest.mark.parametrize("name", engines.ALL)
+def test_whole_numbers_are_settings_too(name: str) -> None:
+    engine = engines.build(name, engines.model(name))
+    whole = Sampling(temperature=2, repetition_penalty=3, top_p=1, min_p=0, max_tokens=5)
+    same = Sampling(temperature=2.0, repetition_penalty=3.0, max_tokens=5)
+    request = Request([5, 9, 2], n=2, seed=4)
+    found = [[c.ids for c in everything(engine.generate([request], s))] for s in (whole, same)]
+    assert found[0] == found[1]
+
+
 def test_a_stop_token_that_no_engine_can_read_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stop_ids=\(3, 9223372036854775808\) must be token ids"):
         Sampling(stop_ids=(3, 1 << 63))
