@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from strop.rollout.base import Sampling
+from collections.abc import Collection
+from typing import Protocol
 
 SMALLEST = 1e-30
 """Logits divided by less are beyond float32."""
 _LARGEST_ID = (1 << 31) - 1
 
 
-def check_sampling(sampling: Sampling) -> None:
+class Settings(Protocol):
+    """What `strop.rollout.base.Sampling` has."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def stop_ids(self) -> Collection[int]: ...
+
+
+def check_sampling(sampling: Settings) -> None:
     """Raise ValueError for the first setting that is out of its bounds."""
     smallest = f"at least {SMALLEST:g}"
     greedy = sampling.temperature == 0

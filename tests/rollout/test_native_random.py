@@ -29,10 +29,10 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
     monkeypatch.setattr(runner, "uses_pages", lambda device: True)
     for module in (pages, scheduler, step_loop):
         monkeypatch.setattr(module, "PAGE", 8)
-    monkeypatch.setattr(step_loop, "_HEADROOM", chance.choice([0, 8, 32]))
-    monkeypatch.setitem(step_loop._STEPS_PER_SYNC, "cpu", chance.choice([1, 3, 7]))
+    monkeypatch.setattr(step_loop, "HEADROOM", chance.choice([0, 8, 32]))
+    monkeypatch.setitem(step_loop.STEPS_PER_SYNC, "cpu", chance.choice([1, 3, 7]))
     monkeypatch.setitem(step_loop._MAX_DECODE_PREFILL, "cpu", chance.choice([0, 12, 40]))
-    monkeypatch.setitem(step_loop._MIN_ADMIT_SHARE, "cpu", chance.choice([0.0, 0.5]))
+    monkeypatch.setitem(step_loop.MIN_ADMIT_SHARE, "cpu", chance.choice([0.0, 0.5]))
 
 
 def load_adapters(engine: NativeEngine) -> None:
