@@ -175,7 +175,7 @@ from pathlib import Path
 from strop.cli import main
 
 package, found, steps, others = Path(sys.argv[1]), {}, [], set()
-AFTER_THE_STEP = ("PpoTrainer.write_samples", "PpoTrainer.save_and_log")
+AFTER_THE_STEP = ("PpoTrainer.write_samples", "save_and_log")
 
 def count(frame, event, argument):
     file = frame.f_code.co_filename

@@ -14,9 +14,8 @@ from strop.rollout.base import (
     Request,
     Sampling,
     completion_limit,
-    continuation,
-    join_completions,
 )
+from strop.rollout.continuation import continuation, join_completions
 from strop.types import Prompt
 
 

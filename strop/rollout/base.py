@@ -1,19 +1,17 @@
 """The protocol of rollout engines (token ids in, token ids and log-probs out), and what all engines share:
-checks of requests, weight updates by name, and continuing a completion that was cut short."""
+checks of requests, weight updates by name, and the versions of the weights that sampled a completion."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Protocol, cast
 
 from strop.catalog import ENGINES
 from strop.errors import CRASHED
 from strop.registry import did_you_mean
-from strop.rollout.sampling_bounds import check_sampling
-from strop.types import Images, join_experts
+from strop.types import Images
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     NamedWeights = Iterable[tuple[str, Tensor]]
+
+
+_SMALLEST = 1e-30
+"""Logits divided by less are beyond float32."""
+_LARGEST_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,23 @@ class Sampling:
     """1: none."""
 
     def __post_init__(self) -> None:
-        check_sampling(self)
+        _check_sampling(self)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    """Raise ValueError for the first setting that no engine can take: all requests of a step would fail."""
+    smallest = f"at least {_SMALLEST:g}"
+    greedy = sampling.temperature == 0
+    for name, is_allowed, words in (
+        ("temperature", greedy or sampling.temperature >= _SMALLEST, f"0 (greedy) or {smallest}"),
+        ("top_k", sampling.top_k % 1 == 0, "a whole number"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1 (temperature=0 is greedy)"),
+        ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("repetition_penalty", sampling.repetition_penalty >= _SMALLEST, smallest),
+        ("stop_ids", all(abs(token) <= _LARGEST_ID for token in sampling.stop_ids), "token ids"),
+    ):
+        if not is_allowed:
+            raise ValueError(f"{name}={getattr(sampling, name)} must be {words}.")
 
 
 OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
@@ -295,63 +314,6 @@ def build_engine(name: str, model: nn.Module | str | Path, **settings: object) -
     accepted = ENGINES.entry(name).facts["settings"]
     arguments = {key: value for key, value in settings.items() if key in accepted and value is not None}
     return cast("Engine", ENGINES.get(name)(model, **arguments))
-
-
-# --- Completions in several parts -------------------------------------------------------------------------
-#
-# A completion that was cut short, by abort or by a limit, can be continued, also under newer weights. The
-# continuation is a request whose prompt is the old prompt plus all tokens so far, so any engine can serve it.
-# An engine with `same_stream` (native) continues the random stream at the same positions: with unchanged
-# weights the result equals a completion that was never interrupted. Other engines would restart the random
-# stream, so the continuation gets a new seed.
-
-
-def is_unfinished(completion: Completion, max_tokens: int) -> bool:
-    """Whether a completion of at most `max_tokens` tokens is to be continued."""
-    return completion.finish in ("abort", "length") and len(completion.ids) < max_tokens
-
-
-def continuation(
-    request: Request,
-    sample: int,
-    completion: Completion,
-    max_tokens: int,
-    slice_tokens: int | None = None,
-    *,
-    same_stream: bool = True,
-) -> Request:
-    """The request that continues sample `sample` of `request`, up to `max_tokens` tokens in all.
-
-    `slice_tokens`: limit of tokens of this part; None: all that are left. `same_stream`: the engine finds its
-    position in the random stream of `request.seed` by the number of tokens; else this part gets a new seed.
-    """
-    left = max_tokens - len(completion.ids)
-    if left < 1:
-        raise ValueError(
-            f"The completion has {len(completion.ids)} of {max_tokens} tokens: there is nothing left to "
-            "continue."
-        )
-    if slice_tokens is not None:
-        left = min(left, slice_tokens)
-    first = request.first + sample
-    seed = request.seed
-    if seed is not None and completion.ids and not same_stream:
-        seed = random.Random(f"{seed}/{first}/{len(completion.ids)}").getrandbits(62)
-    prompt = [*request.ids, *completion.ids]
-    return replace(request, ids=prompt, n=1, seed=seed, first=first, max_tokens=left)
-
-
-def join_completions(before: Completion, after: Completion) -> Completion:
-    """Both parts as one completion, with the spans of weight versions."""
-    spans = merge_spans([*version_spans(before), *version_spans(after)])
-    return replace(
-        after,
-        ids=[*before.ids, *after.ids],
-        log_probs=[*before.log_probs, *after.log_probs],
-        version=newest_version(spans, after.version),
-        versions=spans if len(spans) > 1 else [],
-        experts=join_experts(before.experts, after.experts),
-    )
 
 
 def version_spans(completion: Completion) -> list[tuple[int, int]]:

@@ -23,10 +23,9 @@ from strop.rollout.base import (
     Request,
     Sampling,
     completion_limit,
-    continuation,
-    join_completions,
     refuse_more,
 )
+from strop.rollout.continuation import continuation, join_completions
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from strop.config.schema.rollout import SpeculationConfig
-from strop.rollout.base import Completion, Request, Sampling, continuation, join_completions
+from strop.rollout.base import (
+    Completion,
+    Request,
+    Sampling,
+)
+from strop.rollout.continuation import continuation, join_completions
 from strop.rollout.native import NativeEngine, pages, runner, scheduler, step_loop
 from tests.backends.replay_checks import chosen, moved
 from tests.models.tiny import tiny_model

@@ -11,8 +11,8 @@ import torch
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine
-from strop.rollout.native.prefixes.hashes import BLOCK, block_hashes
-from strop.rollout.native.prefixes.prefix_cache import CachedPrefix, PrefixCache
+from strop.rollout.native.kv_cache import PrefixCache
+from strop.rollout.native.requests import BLOCK, CachedPrefix, block_hashes
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, count_tokens
 

@@ -13,12 +13,10 @@ from strop.rollout.base import (
     Completion,
     Request,
     Sampling,
-    continuation,
-    is_unfinished,
-    join_completions,
     merge_spans,
     version_spans,
 )
+from strop.rollout.continuation import continuation, is_unfinished, join_completions
 from strop.rollout.hf import HfEngine
 from strop.rollout.native import NativeEngine
 from tests.rollout import tiny

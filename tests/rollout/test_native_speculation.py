@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from strop.config.schema.rollout import SpeculationConfig
-from strop.rollout.base import Completion, Request, Sampling, continuation, join_completions
+from strop.rollout.base import (
+    Completion,
+    Request,
+    Sampling,
+)
+from strop.rollout.continuation import continuation, join_completions
 from strop.rollout.native import NativeEngine
 from tests.rollout import tiny
 from tests.rollout.test_native_adapters import weights_of

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine, pages, runner, scheduler, step_loop
-from strop.rollout.native.kv_cache import RowPlacement
 from strop.rollout.native.pages import PagedKVCache
+from strop.rollout.native.requests import RowPlacement
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, ids
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from strop.models.layouts.states import RowStates
-from strop.rollout.native.kv_cache import CacheTensors, Evict, Index, RowPlacement, kernels
+from strop.rollout.native.kv_cache import CacheTensors, Evict, Index, kernels
+from strop.rollout.native.requests import RowPlacement
 
 PAGE = 64
 """Tokens of a page: models/flash.py BLOCK."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -11,10 +12,51 @@ from torch import Tensor
 
 from strop.rollout.base import Completion, Request, Sampling, error_completions
 from strop.rollout.native.images import PromptImages
-from strop.rollout.native.kv_cache import RowPlacement
-from strop.rollout.native.prefixes.prefix_cache import CachedPrefix
 
 Listener = Callable[[list[int], list[float]], None]
+BLOCK = 16
+"""Tokens per hash of a prefix."""
+_HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
+_ADAPTER_BASE = 0xD6E8FEB86659FD93
+
+
+@cache
+def _powers(size: int) -> np.ndarray:
+    return np.cumprod(np.full(size, _HASH_BASE), dtype=np.uint64)
+
+
+def prefix_hashes(tokens: Sequence[int]) -> np.ndarray:
+    """Hashes of the first 1, 2, 3 ... tokens."""
+    powers = _powers(1 << len(tokens).bit_length())[: len(tokens)]
+    values = np.array(tokens, dtype=np.uint64) + np.uint64(1)
+    return np.cumsum(values * powers, dtype=np.uint64)
+
+
+def block_hashes(tokens: Sequence[int], adapter: int = 0) -> list[int]:
+    """Hashes of the first 16, 32, 48 ... tokens, under one adapter."""
+    sums = prefix_hashes(tokens[: len(tokens) // BLOCK * BLOCK])[BLOCK - 1 :: BLOCK]
+    hashes: list[int] = (sums + np.uint64(adapter * _ADAPTER_BASE % (1 << 64))).tolist()
+    return hashes
+
+
+@dataclass(eq=False)
+class CachedPrefix:
+    """A row whose first positions hold the keys and values of `tokens`."""
+
+    row: int
+    tokens: Sequence[int]
+    multi_turn: bool = False
+    """It is a conversation, which may continue."""
+    last_used: int = 0
+    adapter: int = 0
+    """The adapter that computed them: see ScheduledSample."""
+    indexed: bool = False
+    """It can be found."""
+
+    @cached_property
+    def hashes(self) -> list[int]:
+        """Of the first 16, 32, 48 ... tokens, under the adapter."""
+        return block_hashes(self.tokens, self.adapter)
 
 
 @dataclass(eq=False)
@@ -159,6 +201,19 @@ class ScheduledSample:
     def image_end(self) -> int:
         """The position behind the last image token."""
         return 0 if self.images is None else self.images.end
+
+
+@dataclass(frozen=True)
+class RowPlacement:
+    """Memory for a sequence of `length` tokens in `row`, the first `num_shared` of which are those of row
+    `source`."""
+
+    row: int
+    length: int
+    source: int | None = None
+    num_shared: int = 0
+    source_is_new: bool = False
+    """The source is placed by the same call and computed later; else it is a row before that call."""
 
 
 @dataclass(frozen=True)

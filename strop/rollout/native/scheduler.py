@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
+from strop.rollout.native.kv_cache import PrefixCache
 from strop.rollout.native.pages import PAGE, pages_for
-from strop.rollout.native.prefixes.hashes import BLOCK
-from strop.rollout.native.prefixes.prefix_cache import CachedPrefix, PrefixCache
 from strop.rollout.native.prefixes.snapshots import StateSnapshots, find_continuation
-from strop.rollout.native.requests import Admission, ScheduledSample
+from strop.rollout.native.requests import BLOCK, Admission, CachedPrefix, ScheduledSample
 
 _MIN_SECOND_PASS = 64
 """Tokens in common with a row admitted at the same time that are worth a second prefill pass."""

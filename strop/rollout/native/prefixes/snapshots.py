@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strop.rollout.native.prefixes.hashes import prefix_hashes
-from strop.rollout.native.prefixes.prefix_cache import PrefixCache, PrefixMatch
+from strop.rollout.native.kv_cache import PrefixCache, PrefixMatch
+from strop.rollout.native.requests import prefix_hashes
 
 SnapshotKey = tuple[int, int, int]
 """Adapter, number of tokens, their hash."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from strop.rollout.native.prefixes.hashes import prefix_hashes
+from strop.rollout.native.requests import prefix_hashes
 from strop.rollout.native.speculation.propose import NO_TOKEN
 
 _TOKEN_BYTES = 4
