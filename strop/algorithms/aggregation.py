@@ -83,6 +83,11 @@ def token_mean(per_token: Tensor, mask: Tensor, totals: Totals) -> Tensor:
     return per_token.sum() / totals.tokens
 
 
+def mean_metric(per_token: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    """The mean over tokens, to be reported."""
+    return aggregate(per_token, mask, token_mean, totals).detach()
+
+
 def sequence_mean_token_sum(per_token: Tensor, mask: Tensor, totals: Totals) -> Tensor:
     """Σ l / sequences: long answers weigh more."""
     return per_token.sum() / totals.sequences

@@ -91,26 +91,33 @@ def importance_weights(
     if outside not in ("clip", "zero"):
         raise ValueError(f"outside must be 'clip' or 'zero', got {outside!r}.")
     d = masked_fill_zero(log_ratio.detach(), mask)
-    total = d
-    mean_name = "rollout_is_mean"
-    if level == "sequence":
-        total = d.sum(-1, keepdim=True).expand_as(d)
-        mean_name = "rollout_is_seq_mean"
-    ratio = total.clamp(-LIMIT, LIMIT).exp()
+    weights = _weights(d, mask, level, Band(lower, upper, outside))
+    low = lower
     if outside == "clip":
-        weights = masked_fill_zero(ratio.clamp(lower, upper), mask)
         low = lower or 1 / upper
-    else:
-        weights = masked_fill_zero(ratio, mask.bool() & ((ratio >= lower) & (ratio <= upper)))
-        low = lower
     metrics = weight_metrics(d, mask, weights, level=level, lower=low, upper=upper)
     if outside == "zero":
         metrics["rollout_is_oob_ratio"] = token_mean((weights == 0).float(), mask)
     if normalize:
-        centre = metrics[mean_name]
+        centre = metrics["rollout_is_seq_mean" if level == "sequence" else "rollout_is_mean"]
         metrics["rollout_is_batch_norm_factor"] = centre
         weights = torch.where(centre > 0, weights / centre.clamp(min=1e-8), weights)
     return weights, metrics
+
+
+def weights_of_rows(log_ratio: Tensor, mask: Tensor, *, level: str, threshold: float | str) -> Tensor:
+    """The weights of `importance_weights` without its checks and metrics: for some rows of a batch."""
+    return _weights(masked_fill_zero(log_ratio.detach(), mask), mask, level, parse_band(threshold))
+
+
+def _weights(d: Tensor, mask: Tensor, level: str, band: Band) -> Tensor:
+    total = d
+    if level == "sequence":
+        total = d.sum(-1, keepdim=True).expand_as(d)
+    ratio = total.clamp(-LIMIT, LIMIT).exp()
+    if band.outside == "clip":
+        return masked_fill_zero(ratio.clamp(band.lower, band.upper), mask)
+    return masked_fill_zero(ratio, mask.bool() & ((ratio >= band.lower) & (ratio <= band.upper)))
 
 
 class RejectionTest(NamedTuple):

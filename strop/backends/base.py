@@ -46,6 +46,8 @@ Loss = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor]]]
 """(outputs, micro-batch) -> (scalar to differentiate, sums to report). Denominators are global and inside the
 loss already, so the scalars of all micro-batches on all ranks add up to the loss of the whole mini-batch,
 and so do the reported sums."""
+Observe = Callable[[Batch, Tensor], None]
+"""Called with each micro-batch and its loss per token."""
 
 
 @dataclass(frozen=True)

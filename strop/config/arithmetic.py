@@ -19,7 +19,7 @@ from strop.config.derived import (
     quantized_parts,
     resource_pools,
 )
-from strop.config.megatron import model_parallel_size, ranks_per_row
+from strop.config.megatron import model_parallel_size, ranks_per_row, training_dtype
 
 if TYPE_CHECKING:
     from strop.config.schema.actor import ActorConfig
@@ -162,6 +162,11 @@ def plan_ppo(config: PpoConfig, rows: int | None = None, role: str = "actor") ->
         ahead=describe_async(config),
         quantized=_quantization(config),
     )
+
+
+def sampling_precision(config: PpoConfig) -> str:
+    """The precision that bounds how far the engine's log-probs are from the trainer's."""
+    return "8 bits" if quantized_parts(config) else training_dtype(config.actor_rollout_ref.actor)
 
 
 def _quantization(config: PpoConfig) -> tuple[str, str] | None:

@@ -47,16 +47,17 @@ def estimator_needs(config: PpoConfig) -> tuple[str, ...]:
 def needs_old_log_probs(config: PpoConfig, on_policy: bool) -> bool:
     """Whether log-probs must be computed before the update.
 
-    On-policy, the log-probs of the update itself are the old ones, which saves one forward pass.
-    """
+    With one update per step, the log-probs of the update itself are the old ones, also in importance weights
+    (not with dropout). Rejection and normalised weights need those of the whole batch before."""
     correction = rollout_correction(config)
+    weights_before = correction.rollout_is_batch_normalize or config.actor_rollout_ref.model.lora_dropout
     return (
         not on_policy
         or config.algorithm.use_kl_in_reward
         or config.algorithm.distillation.is_reward
         or uses_engine_log_probs(config)
-        or correction.rollout_is is not None
-        or correction.rollout_rs is not None
+        or bool(correction.rollout_rs)
+        or bool(correction.rollout_is and weights_before)
         or bool({"old_log_probs", "sum_pi_squared", "entropy"} & set(estimator_needs(config)))
     )
 

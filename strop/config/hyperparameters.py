@@ -182,6 +182,10 @@ class KeywordArguments:
                 found.append(parameter)
         return found
 
+    def is_passed(self, name: str) -> bool:
+        """Whether the function takes this argument."""
+        return name in inspect.signature(self.entry.load()).parameters
+
     def _takes_any_name(self) -> bool:
         parameters = inspect.signature(self.entry.load()).parameters.values()
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -35,6 +35,7 @@ from strop.models.build import build_tokenizer
 from strop.models.vision.processor import processor_loader
 from strop.ppo.admission import AnswerLengths, LengthRecorder
 from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer, Validator
+from strop.ppo.critic_update import CriticUpdate
 from strop.ppo.episodes.policies import PolicySet, build_policies
 from strop.ppo.experience import ExperienceFacts
 from strop.ppo.local_judge import TEMPLATE_TOKENS, local_judge
@@ -55,7 +56,7 @@ from strop.ppo.roles import (
 from strop.ppo.run_ahead import AsyncRollout, DrawnAhead
 from strop.ppo.sampler import PromptSampler, Sampler, StepRollout, WeightSync
 from strop.ppo.trainer import PpoTrainer
-from strop.ppo.update import ActorUpdate, CriticUpdate
+from strop.ppo.update import ActorUpdate
 from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.rewards.managers import build_scorer

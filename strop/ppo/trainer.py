@@ -20,6 +20,7 @@ from strop.config.schema.ppo import PpoConfig
 from strop.data.balance import balanced_partitions, imbalance_metrics
 from strop.data.loader import PromptLoader
 from strop.ppo.collect import Collector, Validator
+from strop.ppo.critic_update import CriticUpdate
 from strop.ppo.episodes.policies import PolicySet, joined
 from strop.ppo.episodes.rows import first_rows
 from strop.ppo.experience import (
@@ -35,7 +36,7 @@ from strop.ppo.experience import (
 )
 from strop.ppo.resampling import resample
 from strop.ppo.teacher import add_teacher_log_probs
-from strop.ppo.update import ActorUpdate, CriticUpdate, ExtraLoss, run_updates
+from strop.ppo.update import ActorUpdate, ExtraLoss, run_updates
 from strop.ranks import SharedFailure
 from strop.rewards.scorer import BrokenScorer
 from strop.run.checkpoint.contents import LoopState

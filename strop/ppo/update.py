@@ -1,4 +1,4 @@
-"""The updates of a step: mini-batches, epochs, and the losses of actor and critic.
+"""The updates of a step: mini-batches, epochs, and the loss of the actor.
 
 The denominators of a loss are counted once per optimizer step and passed to all its micro-batches.
 """
@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from strop.algorithms import aggregation
-from strop.algorithms.aggregation import Aggregation, Totals, aggregate
+from strop.algorithms.aggregation import Aggregation, Totals, aggregate, mean_metric
 from strop.algorithms.kl import kl_limits, kl_penalty
-from strop.algorithms.losses import value_loss
 from strop.algorithms.policy_losses.clipped import PolicyLoss, policy_loss
-from strop.backends.base import Backend, Loss, MicroBatching, Outputs
+from strop.algorithms.rollout_correction import correct_rollout, weights_of_rows
+from strop.backends.base import Backend, Loss, MicroBatching, Observe, Outputs
 from strop.catalog import AGGREGATIONS, POLICY_LOSSES
 from strop.compat import conventions
-from strop.config.derived import clip_range, uses_engine_log_probs
+from strop.config.derived import clip_range, rollout_correction, uses_engine_log_probs
 from strop.config.hyperparameters import policy_loss_kwargs, policy_loss_name
 from strop.config.schema.actor import ActorConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.distillation import TOPK
 from strop.config.schema.ppo import PpoConfig
+from strop.ppo.critic_update import CriticUpdate
 from strop.ppo.episodes.rows import rows_by_number
 from strop.ppo.experience import rollout_drift
 from strop.ppo.teacher import teacher_loss
@@ -34,8 +35,6 @@ from strop.types import Batch, pad_columns
 
 ExtraLoss = Callable[[Backend, MicroBatching], Mapping[str, float]]
 """Adds the gradients of a further loss to an update; returns its metrics."""
-Observe = Callable[[Batch, Tensor], None]
-"""Called with each micro-batch and its loss per token."""
 
 
 def mini_batches(batch: Batch, rows: int, epochs: int, shuffle: bool, seed: int) -> Iterator[Batch]:
@@ -54,10 +53,6 @@ def mini_batches(batch: Batch, rows: int, epochs: int, shuffle: bool, seed: int)
             for place in order[start : start + rows].tolist():
                 chosen += members[place]
             yield batch.select(chosen)
-
-
-def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    return aggregate(values, mask, aggregation.token_mean, totals).detach()
 
 
 @dataclass
@@ -106,6 +101,7 @@ class ActorUpdate:
             self.fixed_arguments |= _settings(correction, without=("bypass_mode",))
         self.fixed_arguments |= policy_loss_kwargs(self.config).converted()
         self.old_from_engine = uses_engine_log_probs(self.config)
+        self.correction = rollout_correction(self.config)
 
     def begin_step(self) -> None:
         """Forget what the passes of the last step found."""
@@ -165,14 +161,14 @@ class ActorUpdate:
                 total = total + self.teacher.coef * term
                 metrics["distillation/loss"] = term.detach()
                 for name, values in tables.items():
-                    metrics[f"distillation/{name}"] = token_mean(values, micro.mask, totals)
+                    metrics[f"distillation/{name}"] = mean_metric(values, micro.mask, totals)
             if entropies is not None:
                 entropy = aggregate(entropies, micro.mask, self.aggregation, active_totals)
                 if self.actor.entropy_coeff:
                     total = total - self.actor.entropy_coeff * entropy
                 metrics["actor/entropy_loss"] = entropy.detach()
                 if micro.entropy is None:  # it was not measured before the update
-                    metrics["actor/entropy"] = token_mean(entropies, micro.mask, active_totals)
+                    metrics["actor/entropy"] = mean_metric(entropies, micro.mask, active_totals)
             if self.actor.aux_loss_coef and outputs.auxiliary is not None:
                 # A mean over the tokens of the micro-batch, weighted by its share of all tokens.
                 balance = outputs.auxiliary * (sum(micro.lengths) / all_tokens)
@@ -198,15 +194,17 @@ class ActorUpdate:
         log_probs = outputs.log_probs
         assert log_probs is not None
         old_log_probs = micro.old_log_probs
+        rollout_weights = micro.rollout_weights
         if old_log_probs is None:
             old_log_probs = log_probs.detach()
+            rollout_weights = self._weights(old_log_probs, micro)
         found = policy_loss(
             self.policy_loss,
             log_probs=log_probs,
             old_log_probs=old_log_probs,
             advantages=micro.advantages,
             mask=micro.mask,
-            rollout_weights=micro.rollout_weights,
+            rollout_weights=rollout_weights,
             rollout_log_probs=micro.rollout_log_probs,
             **self.fixed_arguments,
         )
@@ -216,8 +214,17 @@ class ActorUpdate:
         metrics = {"actor/pg_loss": total.detach()}
         for name, values in found.metrics.items():
             full_name = name if "/" in name else f"actor/{name}"
-            metrics[full_name] = token_mean(values, micro.mask, active_totals)
+            metrics[full_name] = mean_metric(values, micro.mask, active_totals)
         return total, metrics
+
+    def _weights(self, log_probs: Tensor, micro: Batch) -> Tensor | None:
+        """Importance weights, if nothing was computed before the update."""
+        level, threshold = self.correction.rollout_is, self.correction.rollout_is_threshold
+        if level is None or threshold is None or micro.rollout_log_probs is None:
+            return None
+        return weights_of_rows(
+            log_probs - micro.rollout_log_probs, micro.mask, level=level, threshold=threshold
+        )
 
     def _kl_loss(self, outputs: Outputs, micro: Batch, totals: Totals) -> Tensor:
         assert outputs.log_probs is not None and micro.ref_log_probs is not None
@@ -236,35 +243,42 @@ class ActorUpdate:
         local = []
         for row_ids, log_probs, entropy in self.captured:
             local.append((row_ids.cpu(), log_probs.cpu(), None if entropy is None else entropy.cpu()))
-        all_ids: list[Tensor] = []
-        all_log_probs: list[Tensor] = []
-        all_entropies: list[Tensor] = []
-        width = batch.mask.shape[1]
         shards = [local]
         if ranks.world > 1:
             shards = ranks.all_gather_object(local)
-        for shard in shards:
-            for row_ids, log_probs, entropy in shard:
-                all_ids.append(row_ids)
-                all_log_probs.append(pad_columns(log_probs, width)[:, :width])
-                if entropy is not None:
-                    all_entropies.append(pad_columns(entropy, width)[:, :width])
-        if not all_ids:
+        found = list(chain.from_iterable(shards))
+        if not found:
             return None
-        has_entropy = len(all_entropies) == len(all_ids)
-        entropies = torch.cat(all_entropies) if has_entropy else None
-        return UpdateLogProbs(torch.cat(all_ids), torch.cat(all_log_probs), entropies)
+        width = batch.mask.shape[1]
+        tables = [pad_columns(table, width)[:, :width] for _, table, _ in found]
+        entropies = [pad_columns(table, width)[:, :width] for _, _, table in found if table is not None]
+        return UpdateLogProbs(
+            torch.cat([row_ids for row_ids, _, _ in found]),
+            torch.cat(tables),
+            torch.cat(entropies) if len(entropies) == len(found) else None,
+        )
 
-    @staticmethod
-    def drift(batch: Batch, known: UpdateLogProbs) -> dict[str, float]:
-        """How far the log-probs of the engine are from those of the update."""
+    def drift(self, batch: Batch, known: UpdateLogProbs) -> dict[str, float]:
+        """How far the log-probs of the engine are from those of the update, and its importance weights."""
         assert batch.row_ids is not None
         rows = known.rows
         place = torch.full((int(max(rows.max(), batch.row_ids.max())) + 1,), -1)
         place[rows] = torch.arange(len(rows))
         found = place[batch.row_ids.cpu()]
         kept = batch.select((found >= 0).nonzero().flatten())
-        return rollout_drift(kept, known.log_probs[found[found >= 0], : kept.mask.shape[1]])
+        log_probs = known.log_probs[found[found >= 0], : kept.mask.shape[1]]
+        metrics = rollout_drift(kept, log_probs)
+        if not metrics or not self.correction.rollout_is or batch.old_log_probs is not None:
+            return metrics
+        assert kept.rollout_log_probs is not None
+        correction = correct_rollout(
+            log_probs,
+            kept.rollout_log_probs,
+            kept.mask,
+            rollout_is=self.correction.rollout_is,
+            rollout_is_threshold=self.correction.rollout_is_threshold,
+        )
+        return metrics | {name: float(value) for name, value in correction.metrics.items()}
 
 
 def _settings(section: object, *, without: Sequence[str]) -> dict[str, object]:
@@ -273,57 +287,6 @@ def _settings(section: object, *, without: Sequence[str]) -> dict[str, object]:
 
 def _entropies(outputs: Outputs) -> Tensor | None:
     return outputs.observed_entropy if outputs.entropy is None else outputs.entropy
-
-
-@dataclass
-class CriticUpdate:
-    """The loss of the critic: values close to the returns, and not too far from the old values."""
-
-    config: PpoConfig
-    width: float
-    observe: Observe | None = None
-
-    def __post_init__(self) -> None:
-        self.rules = conventions(self.config.algorithm.compat)
-
-    def want(self) -> list[str]:
-        """The outputs of the model that the loss needs."""
-        return ["values"]
-
-    def active(self, mini: Batch) -> Batch:
-        """The rows that can change the weights: all."""
-        return mini
-
-    def loss(self, mini: Batch, active: Batch) -> Loss:
-        """The loss of micro-batches, as parts of the loss of the whole mini-batch."""
-        critic = self.config.critic
-        totals = Totals.of(mini.mask, width=self.width)
-        return CriticLoss(critic.cliprange_value, critic.loss_agg_mode, totals, self.observe)
-
-
-@dataclass(frozen=True)
-class CriticLoss:
-    """A `Loss` that can be pickled and sent to a critic in another process."""
-
-    clip_range: float
-    mode: str
-    totals: Totals
-    observe: Observe | None = None
-
-    def __call__(self, outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        values = outputs.values
-        assert values is not None and micro.values is not None and micro.returns is not None
-        found = value_loss(values, micro.values, micro.returns, micro.mask, clip_range=self.clip_range)
-        if self.observe is not None:
-            self.observe(micro, found.per_token)
-        total = aggregate(found.per_token, micro.mask, self.mode, self.totals)
-        metrics = {
-            "critic/vf_loss": total.detach(),
-            "critic/vpred_mean": token_mean(values, micro.mask, self.totals),
-        }
-        for name, table in found.metrics.items():
-            metrics[f"critic/{name}"] = token_mean(table, micro.mask, self.totals)
-        return total, metrics
 
 
 def run_updates(

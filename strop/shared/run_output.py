@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from strop.algorithms.metrics.training import StepRecord, memory_metrics
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.catalog import TRACKERS
-from strop.config.megatron import training_dtype
+from strop.config.arithmetic import sampling_precision
 from strop.config.schema.model import CheckpointConfig, FsdpConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.ranks import Ranks, SharedFailure
@@ -199,7 +199,7 @@ class RunOutput:
         if settings.health:
             precision = FsdpConfig.dtype
             if isinstance(self.config, PpoConfig):
-                precision = training_dtype(self.config.actor_rollout_ref.actor)
+                precision = sampling_precision(self.config)
             self.health = HealthMonitor(self.directory, resumed_from, precision)
 
     def _find_checkpoint(self) -> ResumePoint | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.config.arithmetic import plan_ppo
+from strop.config.arithmetic import plan_ppo, sampling_precision
 from strop.config.compose import load
 from strop.config.derived import objective, roles, rollout_correction
 from strop.config.rules import check
@@ -542,6 +542,8 @@ def test_quantised_rollouts_are_corrected_by_default():
         shown = {row[0]: row[1:] for row in plan_ppo(config).table()}["rollout precision"]
         return chosen.rollout_is, chosen.rollout_is_threshold, shown[1]
 
+    assert sampling_precision(load("ppo_trainer", GRPO).config) == "bfloat16"
+    assert sampling_precision(load("ppo_trainer", [*GRPO, quantised]).config) == "8 bits"
     default = "rollout_is=token, truncated at 2.0 (the default with rollout.quantization)"
     assert weights() == ("token", 2.0, default)
     assert weights(f"{correction}rollout_is=sequence")[0] == "sequence"

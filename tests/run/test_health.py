@@ -181,6 +181,8 @@ def test_advice_names_keys_that_exist() -> None:
         ("fp32", 0.04, 0.97, None),
         ("bfloat16", 0.09, 0.97, None),
         ("float16", 0.09, 0.97, None),
+        ("8 bits", 0.29, 0.97, None),
+        ("8 bits", 0.31, 0.97, "temperature"),
     ],
 )
 def test_a_large_difference_in_the_first_step_names_its_likely_cause(
@@ -197,6 +199,14 @@ def test_a_large_difference_in_the_first_step_names_its_likely_cause(
     late = RuleMonitor(precision=precision)
     late.add(step(), 1)
     assert late.add({**step(), **metrics}, 2) == []
+
+
+@pytest.mark.parametrize(("gap", "alerts"), [(0.012, 0), (0.029, 0), (0.031, 1)])
+def test_samples_in_8_bits_may_differ_more(gap: float, alerts: int) -> None:
+    """A 0.5B model in float32 with int8 weights in the engine differs by 0.012."""
+    monitor = RuleMonitor(precision="8 bits")
+    found = [alert for i in range(1, 6) for alert in monitor.add({**step(), GAP: gap}, i)]
+    assert [alert.name for alert in found] == ["rollout_mismatch"] * alerts
 
 
 @pytest.mark.parametrize(

@@ -326,8 +326,8 @@ def test_learners_divide_a_critic_and_say_when_one_is_gone(nodes, overrides, mon
     import ray
 
     from strop.backends.base import MicroBatching
+    from strop.ppo.critic_update import CriticUpdate
     from strop.ppo.roles import learning_models, local_critic, remote_critic
-    from strop.ppo.update import CriticUpdate
     from strop.ranks import Ranks
     from strop.runtime.ray.model_actors import TrainingWorkerLost, start_training_workers
     from strop.shared.build import BackendMaker

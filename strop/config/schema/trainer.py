@@ -36,8 +36,8 @@ class AsyncTrainingConfig:
     compute_prox_log_prob: bool = setting(True)
     """True: compute log-probs under the weights of the step for clipping, and weight tokens by the ratio to
     the engine's log-probs (decoupled PPO; algorithm.rollout_correction sets the weights, by default
-    rollout_is=token). False: clip around the engine's log-probs, which saves a forward pass but tolerates
-    less staleness."""
+    rollout_is=token). False: clip around the engine's log-probs, which saves a forward pass in a step of
+    several updates but tolerates less staleness."""
 
 
 @dataclass(eq=False)

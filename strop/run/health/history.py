@@ -78,7 +78,7 @@ class History:
 
     def __init__(self, precision: str = FsdpConfig.dtype) -> None:
         self.precision = precision
-        """What the trained model computes in."""
+        """Of the engine that samples: that of the trained model, or "8 bits"."""
         self.step = 0
         self.steps = 0
         """Training steps seen."""

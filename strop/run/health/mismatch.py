@@ -8,9 +8,12 @@ from strop.run.health.history import LAST, History, RuleFinding
 
 MISMATCH_LIMIT = 0.01
 """Mean difference of probabilities between engine and trainer; rounding of bfloat16 stays below 0.005."""
+QUANTIZED = "8 bits"
+QUANTIZED_FACTOR = 3
+"""With weights or a KV cache of 8 bits, that of a 0.5B model is 0.012; importance weights correct for it."""
 MISMATCH_PER_UPDATE = 0.1
 """What each weight update between sampling and training may add to it."""
-FIRST_STEP_LIMIT = {"fp32": 0.05, "float32": 0.05}
+FIRST_STEP_LIMIT = {"fp32": 0.05, "float32": 0.05, QUANTIZED: 0.1 * QUANTIZED_FACTOR}
 FIRST_STEP_LIMIT_16_BIT = 0.1
 """Mean difference of log-probs in the first step, where engine and trainer have the same weights."""
 ROUNDING = 0.99
@@ -27,15 +30,16 @@ def rollout_mismatch(history: History) -> RuleFinding | None:
     name = "training/rollout_probs_diff_mean"
     gaps = history.last(name, LAST)
     ages = history.last("staleness/mean", LAST)
+    limit = MISMATCH_LIMIT * (QUANTIZED_FACTOR if history.precision == QUANTIZED else 1)
     young = gaps
     if ages:
         young = [gap for gap, age in zip(gaps, ages) if age == 0]
-    if young and (len(young) >= 3 or any(ages)) and (gap := median(young[-3:])) > MISMATCH_LIMIT:
+    if young and (len(young) >= 3 or any(ages)) and (gap := median(young[-3:])) > limit:
         meaning = "on average, for samples of the same weights" if any(ages) else "on average"
         return _differ(gap, meaning, {name: gap})
     gap = history.recent(name, 3) or 0.0
     age = history.recent("staleness/mean", 3) or 0.0
-    if not any(ages) or gap <= MISMATCH_LIMIT + MISMATCH_PER_UPDATE * age:
+    if not any(ages) or gap <= limit + MISMATCH_PER_UPDATE * age:
         return None
     return _differ(
         gap,
