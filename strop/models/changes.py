@@ -49,6 +49,21 @@ def subclass(own: type[nn.Module], forward: Callable[..., object], mark: str) ->
     return type(own.__name__, (own,), attributes)
 
 
+def evaluating(own: type[nn.Module]) -> type[nn.Module]:
+    """The class `own` that computes as in evaluation also in a model that trains, for `SetClass`. It keeps
+    its name."""
+
+    def remember(module: nn.Module, mode: bool) -> None:
+        vars(module)["training"] = mode  # what the module says when the change is undone
+
+    attributes = {
+        "training": property(lambda module: False, remember),
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+    }
+    return type(own.__name__, (own,), attributes)
+
+
 class SetAttribute:
     """An attribute of one module (or Python module), instead of what its class says."""
 

@@ -25,7 +25,7 @@ from torch import nn
 from strop.extras import require
 from strop.models import fused_modules
 from strop.models.attention import SetAttention, padded_attention
-from strop.models.changes import Change, SetAttribute, SetClass, done, undo_changes
+from strop.models.changes import Change, SetAttribute, SetClass, done, evaluating, undo_changes
 from strop.models.layouts.delta_rule import DELTA_RULE
 from strop.models.layouts.wide_stream import widened
 from strop.models.lora import base_model
@@ -133,6 +133,9 @@ def _no_dropout(model: nn.Module, context: PatchContext) -> list[Change]:
 def _dropouts(model: nn.Module) -> Iterator[Change]:
     """Modules of dropout, and rates that other modules keep (`residual_dropout`, `router_jitter_noise`)."""
     for module in model.modules():
+        if type(module).__name__ == "PhimoeTopKRouter":  # draws experts in training; its rate is no noise
+            yield SetClass(module, evaluating(type(module)))
+            continue
         if isinstance(module, nn.Dropout) and module.p:
             yield SetAttribute(module, "p", 0.0)
         rates = [name for name, value in vars(module).items() if isinstance(value, float) and value]

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForTokenClassification,
     MixtralConfig,
     OPTConfig,
+    PhimoeConfig,
     Starcoder2Config,
 )
 
@@ -87,6 +88,29 @@ def test_rates_that_a_forward_pass_reads_are_switched_off(config):
     assert torch.equal(log_probs(policy), log_probs(policy))
     undo_patches(policy)
     assert not torch.equal(log_probs(policy), log_probs(policy))
+
+
+def test_the_routers_of_phimoe_are_trained_as_they_sample():
+    """In training mode they draw experts; their rate says which experts compete, also in evaluation."""
+    torch.manual_seed(0)
+    config = PhimoeConfig(**SIZE, num_local_experts=8, initializer_range=0.1, router_jitter_noise=0.1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+
+    def graded():
+        model.zero_grad()
+        found = response_outputs(model, tiny_batch(), ["log_probs"])["log_probs"]
+        found.sum().backward()
+        return found.detach(), model.model.layers[0].mlp.router.weight.grad
+
+    expected, gradient = graded()
+    assert gradient.abs().max() > 0
+    adopt_policy(model, ModelConfig(enable_gradient_checkpointing=False)).train()
+    found, own = graded()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(own, gradient)
+    undo_patches(model)
+    assert model.model.layers[0].mlp.router.training
+    assert not torch.equal(graded()[0], graded()[0])
 
 
 def test_things_that_are_no_models(tmp_path):
