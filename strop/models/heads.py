@@ -29,6 +29,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.modeling_layers import GenericForTokenClassification
+from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -43,6 +44,16 @@ log = logging.getLogger(__name__)
 HEAD = "score"
 # Names under which folders keep the head: transformers' two, and the value head of TRL.
 _OTHER_NAMES = ("classifier", r"v_head\.summary")
+
+
+class _BodyAndScore(GenericForTokenClassification):
+    """transformers' class, with a forward pass that reads only the last states: its own one wants attention
+    weights, which the bodies of Mamba families do not have."""
+
+    def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> TokenClassifierOutput:
+        body = getattr(self, self.base_model_prefix)
+        states = body(input_ids, **inputs).last_hidden_state
+        return TokenClassifierOutput(logits=self.score(self.dropout(states)))
 
 
 def scalar_class(config: PreTrainedConfig, *, bias: bool = False) -> type[PreTrainedModel]:
@@ -68,7 +79,7 @@ def scalar_class(config: PreTrainedConfig, *, bias: bool = False) -> type[PreTra
     # In another module it would be custom code to transformers, which then leaves buffers that no file has as
     # uninitialized memory (the multipliers of Falcon-H1).
     attributes = {"base_model_prefix": family.base_model_prefix, "__module__": family.__module__}
-    return type(name, (GenericForTokenClassification, family), attributes)
+    return type(name, (_BodyAndScore, family), attributes)
 
 
 def _same_names_in_files(name: str, language: str, model_type: str) -> None:

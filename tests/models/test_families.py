@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from strop.config.schema.model import ModelConfig
 from strop.models.build import build_policy, persistent_buffers
 from strop.models.forward import response_outputs
-from strop.models.heads import load_scalar_model
+from strop.models.heads import load_scalar_model, new_scalar_model
 from strop.models.layouts.small_model import small_config, small_model
 from strop.models.layouts.wide_stream import _by_class
 from strop.models.load import load_config, resolve
@@ -52,6 +52,20 @@ def test_a_critic_of_falcon_h1_computes_with_its_multipliers(tmp_path: Path, lou
     states = model.model(input_ids=IDS, use_cache=False).last_hidden_state
     values = critic(input_ids=IDS, use_cache=False).logits
     torch.testing.assert_close(values, states @ critic.score.weight.t())
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
+def test_mamba_families_have_critics(family: str) -> None:
+    """Their bodies return no attention weights."""
+    batch = tiny_batch()
+    critic = new_scalar_model(hybrid(family).config).eval()
+    values = response_outputs(critic, batch, ["values"])["values"]
+    values.sum().backward()
+    with torch.no_grad():
+        for row, sequence in enumerate(batch.sequences):
+            states = critic.backbone(input_ids=sequence[None], use_cache=False).last_hidden_state[0]
+            expected = (states @ critic.score.weight.t()).flatten()[int(batch.prompt_lengths[row]) - 1 : -1]
+            torch.testing.assert_close(values[row, : len(expected)], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn")
