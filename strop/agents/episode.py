@@ -25,6 +25,7 @@ from strop.agents.interaction import ChatMessage, Interactions
 from strop.agents.parsers.base import OPENING, ToolParser
 from strop.agents.rendering import Rendering
 from strop.agents.rows import TokenRow
+from strop.agents.stops import AnswerEnd
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tool_set import ToolSet
 from strop.data.chat import Chat, Message
@@ -114,21 +115,6 @@ class EpisodeContext:
         if self._special_ids.isdisjoint(ids):
             return text, text
         return text, str(self.chat.tokenizer.decode(ids, skip_special_tokens=True))
-
-    def length_before(self, ids: list[int], until: str) -> int:
-        """Return how many ids come before the text `until`; all ids where it does not occur, or comes
-        first."""
-        decode = self.chat.tokenizer.decode
-        place = str(decode(ids, skip_special_tokens=False)).find(until)
-        low = 0
-        high = len(ids)
-        while place >= 0 and high - low > 1:
-            middle = (low + high) // 2
-            if len(decode(ids[:middle], skip_special_tokens=False)) <= place:
-                low = middle
-            else:
-                high = middle
-        return low or len(ids)
 
     @functools.cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -257,29 +243,31 @@ class Episode:
         self.prompt = replace(self.prompt, ids=ids, messages=self.messages)
 
     async def answer(self, *, until: str | None = None, max_tokens: int | None = None) -> AssistantMessage:
-        """Sample an answer of the policy. An answer that contains the text `until` is cut before it."""
+        """Sample an answer of the policy. An answer that contains the text `until` is cut before it; a last
+        token that holds the beginning of `until` stays in the ids."""
         if self._finish != "stop" or self.room < 1:
             raise EpisodeError(
                 f"no room for another answer: {len(self)} tokens are spent; ask may_go_on() first."
             )
         completion = await self._sample(max_tokens)
         ids = list(completion.ids)
-        if until is not None:
-            ids = ids[: self.context.length_before(ids, until)]
         if not ids:
             raise EpisodeError(f"an answer without a single token (finish={completion.finish}).")
-        cut = len(ids) < len(completion.ids)
+        spoken = ids
+        if ids[-1] in self.sampling.stop_ids:
+            spoken = ids[:-1]
+        end = AnswerEnd.find(self.context.decode, spoken, [until] if until else [])
+        if end.stop:
+            ids = spoken = spoken[: end.kept]
         spans = truncate_spans(version_spans(completion), len(ids))
         experts = completion.experts
         if experts is not None:
             experts = experts[: len(self.prompt.ids) + len(self) + len(ids)]
         self._row.add_sampled(ids, completion.log_probs[: len(ids)], spans, experts)
-        finish = "stop" if cut else completion.finish
+        finish = "stop" if end.stop else completion.finish
         if finish != "stop" and not (finish == "length" and self.room > 0):
             self._finish = self.stopped = finish
-        if ids[-1] in self.sampling.stop_ids:
-            ids = ids[:-1]
-        text, content = self.context.decode(ids)
+        text, content = end.cut(*self.context.decode(spoken))
         self.messages.append({"role": "assistant", "content": content})
         return AssistantMessage(text, finish)
 

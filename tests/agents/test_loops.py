@@ -9,12 +9,22 @@ from typing import Any
 
 import pytest
 
+from strop.agents.episode import Episode
 from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
 from strop.agents.parsers.base import Malformed, ToolCall
 from strop.agents.tool_agent import action_of
 from strop.catalog import AGENT_LOOPS
-from tests.agents.stage import ScriptedEngine, episode_context, play, prompt, text, tool_set
+from tests.agents.stage import (
+    SAMPLING,
+    ScriptedEngine,
+    episode_context,
+    play,
+    prompt,
+    text,
+    tokenizer_of,
+    tool_set,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -189,6 +199,29 @@ def test_react_explains_acts_observes_and_answers() -> None:
     assert text(sample.response[: first.end]).endswith('"b": 2}\n')
     assert "- add: Add two numbers." in text(sample.prompt.ids) and text(sample.prompt.ids).count("2+2?") == 1
     assert list(engine.requests[0].ids) == sample.prompt.ids
+
+
+@pytest.mark.parametrize(
+    ("said", "until", "answer", "kept"),
+    [
+        ("search(x)\nObservation: no", "\nObservation", "search(x)", "search(x)\n"),
+        ("search(x)\nObservation: no", "Observation", "search(x)\n", "search(x)\n"),
+        ("search(x)\n", "\n", "search(x)", "search(x)\n"),
+        ("Observation: no", "Observation", "", "O"),
+        ("four", "<|im_end|>", "four", "four<|im_end|>"),
+        ("four", None, "four", "four<|im_end|>"),
+    ],
+)
+def test_the_text_before_a_stop_is_whole(said: str, until: str | None, answer: str, kept: str) -> None:
+    """Tokenizers of models have tokens such as `)\\n`, in which `\\nObservation` begins."""
+    tokenizer = tokenizer_of()
+    tokenizer.add_tokens([")\n"])
+    scene = episode_context(ScriptedEngine([said], tokenizer), tokenizer=tokenizer)
+    episode = Episode(scene, prompt(), SAMPLING, seeds=(1, 0))
+    found = asyncio.run(episode.answer(until=until))
+    assert (found.text, found.finish) == (answer, "stop")
+    assert episode.messages[-1] == {"role": "assistant", "content": answer}
+    assert tokenizer.decode(episode.trajectory().response) == kept
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from strop.agents.endpoint.calls import AnswerHead, ApiRefusal, ModelAnswer, ModelCall
 from strop.agents.endpoint.processes import new_mark
 from strop.agents.endpoint.recording import CallPrompt, Recording
-from strop.agents.endpoint.stops import AnswerEnd
 from strop.agents.endpoint.streaming import TextFeed
 from strop.agents.episode import Episode, EpisodeContext, EpisodeError
 from strop.agents.parsers.base import (
@@ -27,6 +26,7 @@ from strop.agents.parsers.base import (
     parser_for,
 )
 from strop.agents.rendering import Rendering
+from strop.agents.stops import AnswerEnd
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tool_session import typed_arguments
 from strop.rollout.base import Completion, Request
@@ -247,7 +247,7 @@ class EndpointSession:
         spoken = ids
         if ids[-1] in self.episode.sampling.stop_ids:
             spoken = ids[:-1]
-        end = AnswerEnd.find(context, spoken, call.stop)
+        end = AnswerEnd.find(context.decode, spoken, call.stop)
         if end.stop:
             ids = spoken = spoken[: end.kept]
             completion = replace(completion, finish="stop")

@@ -1,11 +1,12 @@
-"""Stop texts of a call: the answer ends before the first of them."""
+"""Texts that end an answer: it ends before the first of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from strop.agents.episode import EpisodeContext
+Decode = Callable[[list[int]], tuple[str, str]]
+"""The text of ids, with special tokens and without."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class AnswerEnd:
     """Characters before the stop text, with special tokens."""
 
     @classmethod
-    def find(cls, context: EpisodeContext, ids: Sequence[int], stops: Sequence[str]) -> AnswerEnd:
+    def find(cls, decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> AnswerEnd:
         """Return the end of an answer that may hold some of these texts."""
-        text = _text(context, ids) if any(stops) else ""
+        text = _text(decode, ids) if any(stops) else ""
         places = [(text.find(stop), stop) for stop in stops if stop and stop in text]
         if not places:
             return cls("", len(ids), 0)
@@ -31,7 +32,7 @@ class AnswerEnd:
         low, high = 0, len(ids)
         while high - low > 1:
             middle = (low + high) // 2
-            if _text(context, ids[:middle]).startswith(text[:place]):
+            if _text(decode, ids[:middle]).startswith(text[:place]):
                 high = middle
             else:
                 low = middle
@@ -45,5 +46,5 @@ class AnswerEnd:
         return text[: self.place], plain[: max(0, len(plain) - over)]
 
 
-def _text(context: EpisodeContext, ids: Sequence[int]) -> str:
-    return context.decode(list(ids))[0]
+def _text(decode: Decode, ids: Sequence[int]) -> str:
+    return decode(list(ids))[0]
