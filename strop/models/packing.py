@@ -101,13 +101,20 @@ def without_last(table: Tensor) -> Tensor:
     return cut[:, : max(1, table.shape[1] - 1)]
 
 
+def longrope_limit(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that has the angles of short ones; None without longrope."""
+    rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rotary.get("rope_type") != "longrope":
+        return None
+    return int(rotary["original_max_position_embeddings"])
+
+
 def refuse_mixed_lengths(config: PreTrainedConfig, table: Tensor) -> None:
     """With longrope, one sequence over the original length changes the angles of all tokens of a pass: the
     log-probs of a short sequence would depend on its micro-batch."""
-    rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if rotary.get("rope_type") != "longrope":
+    limit = longrope_limit(config)
+    if limit is None:
         return
-    limit = int(rotary["original_max_position_embeddings"])
     lengths = (table != NOTHING).sum(1)
     shortest, longest = int(lengths.min()), int(lengths.max())
     if shortest <= limit < longest:

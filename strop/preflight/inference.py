@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strop.config.rules import error
+from strop.config.rules import ConfigFinding, error
 from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
 from strop.config.schema.training_service import TrainingServiceConfig
 from strop.preflight.device_checks import quantization_findings
@@ -10,8 +10,10 @@ from strop.preflight.model_checks import (
     draft_findings,
     find_tokenizer,
     head_findings,
+    local_model_config,
     reward_file_finding,
 )
+from strop.preflight.position_checks import response_position_findings
 from strop.preflight.report import PreflightReport
 from strop.preflight.template_checks import template_findings
 from strop.rewards.function import load_function
@@ -42,6 +44,7 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
     report.findings += quantization_findings("rollout", config.rollout, config.trainer.device)
     if report.ok:
         report.findings += draft_findings("rollout", config.rollout, config.model)
+        report.findings += _positions(config)
     if tokenizer is not None:
         report.findings += template_findings(
             tokenizer, config.model, config.data, template=config.model.custom_chat_template
@@ -58,6 +61,16 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
     rows = len(inputs.rows)
     report.data["rows"] = rows
     return rows
+
+
+def _positions(config: GenerationConfig) -> list[ConfigFinding]:
+    """Whether prompt and response fit into the model."""
+    try:
+        model = local_model_config(config.model)
+    except ValueError as problem:
+        return [error("model.path", str(problem))]
+    lengths = ("rollout.prompt_length", "rollout.response_length")
+    return response_position_findings("rollout", config.rollout, model, lengths)
 
 
 def _evaluation(config: EvaluationConfig, report: PreflightReport) -> int | None:

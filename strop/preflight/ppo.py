@@ -41,6 +41,7 @@ from strop.preflight.model_checks import (
     teacher_tokenizer_findings,
     topk_findings,
 )
+from strop.preflight.position_checks import response_position_findings
 from strop.preflight.report import PreflightReport
 from strop.preflight.reward_checks import unreported_values
 from strop.preflight.row_checks import inspect_rows, unknown_token_findings
@@ -48,7 +49,6 @@ from strop.preflight.template_checks import template_findings
 from strop.rewards.base import RewardSample, parse_verdict
 from strop.rewards.function import RewardFunction, RuleScorer, load_function
 from strop.rewards.judge import check_judge
-from strop.rollout.position_limit import position_limit
 from strop.shared.in_process import NOTHING_GIVEN, InProcess
 from strop.types import Prompt, Trajectory
 
@@ -194,17 +194,8 @@ def _positions(config: PpoConfig) -> list[ConfigFinding]:
         obstacle = native_obstacle(model_config)
         if obstacle is not None:
             return [error("actor_rollout_ref.rollout.name", f"{obstacle} Set it to hf.")]
-    limit = None if model_config is None else position_limit(model_config)
-    tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    if not limit or tokens <= limit:
-        return []
-    message = (
-        f"sequences of {tokens} tokens (prompts of {rollout.prompt_length}, responses of "
-        f"{rollout.response_length}) do not fit into the {limit} positions of the model. Lower "
-        "data.max_prompt_length or data.max_response_length, or set "
-        f"actor_rollout_ref.rollout.max_model_len={limit}, where long prompts get shorter responses."
-    )
-    return [error("actor_rollout_ref.rollout.max_model_len", message)]
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    return response_position_findings(ROLLOUT, rollout, model_config, lengths)
 
 
 def _pretrain_files(paths: str | list[str], tokenizer: PreTrainedTokenizerBase | None) -> list[ConfigFinding]:

@@ -27,6 +27,7 @@ from strop.preflight.model_checks import (
     local_model_config,
     lora_findings,
 )
+from strop.preflight.position_checks import row_position_findings
 from strop.preflight.report import PreflightReport
 from strop.preflight.template_checks import template_findings
 
@@ -128,6 +129,8 @@ def _rows(
         return None
     report.findings += row_findings(survey, config.data, key) + vocabulary_findings(survey, config.model, key)
     report.findings += margin_findings(config, dataset)
+    if report.ok:
+        report.findings += row_position_findings(config, survey.lengths, key)
     report.datasets[split] = dataset
     tokens = sum(survey.lengths)
     shown = f", {survey.images} rows with images" if survey.images else ""

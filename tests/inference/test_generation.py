@@ -300,6 +300,17 @@ def test_mistakes(asked, more, words):
         run([*asked, *more])
 
 
+def test_sequences_longer_than_the_model(asked, capsys):
+    words = [*asked, "rollout.response_length=100"]
+    assert preflight("generation", words) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "sequences of 108 tokens (prompts of 8, responses of 100) do not fit into the 64 positions" in shown
+    )
+    assert "Lower rollout.prompt_length or rollout.response_length" in shown
+    assert preflight("generation", [*words, "rollout.max_model_len=64"]) == 0
+
+
 def test_columns_of_any_type_come_through(asked, tmp_path):
     table = pa.table(
         {

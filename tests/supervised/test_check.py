@@ -100,6 +100,53 @@ def test_rows_that_are_too_long(small, tmp_path):
         train("sft", base, "data.max_length=4", "data.truncation=right", "data.val_files=null")
 
 
+LONG = {"prompt": "1+2+3+4+5+6+7+8=", "response": "36", "chosen": "36", "rejected": "35+1"}
+TABLE = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+ROTARY = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+LONGROPE = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "pad_token_id": 0, "original_max_position_embeddings": 16},
+    **{"rope_parameters": {**ROTARY, "original_max_position_embeddings": 16}},
+}
+
+
+def of_family(folder: Path, family: str, sizes: dict[str, Any]) -> str:
+    """A folder with a model of another family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    ids = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **ids)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return f"model.path={folder}"
+
+
+@pytest.mark.parametrize("verb", ["sft", "rm", "dpo"])
+def test_rows_longer_than_the_table_of_positions(small, tmp_path, verb):
+    base = [*with_rows(small, tmp_path, verb, [LONG]), of_family(tmp_path / "model", "gpt2", TABLE)]
+    found = errors(verb, base)
+    assert re.search(r"has sequences of (19|21) tokens .* the model has 16 positions", found), found
+    assert not errors(verb, base, "data.max_length=16", "data.truncation=left")
+    assert not errors(verb, base, f"model.path={small}/model")
+
+
+@pytest.mark.parametrize("verb", ["sft", "rm", "dpo"])
+def test_rows_for_which_longrope_has_different_angles(small, tmp_path, verb):
+    base = [*with_rows(small, tmp_path, verb, [LONG]), of_family(tmp_path / "model", "phi3", LONGROPE)]
+    alone = "data.micro_batch_size_per_gpu=1"
+    found = errors(verb, base)
+    assert "sequences over 16 tokens (original_max_position_embeddings) have other angles" in found, found
+    assert f"or {alone}" in found
+    assert not errors(verb, base, "data.max_length=16", "data.truncation=left")
+    assert not errors(verb, base, alone)
+    assert errors(verb, base, alone, "data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=4096")
+    straddling = {**LONG, "prompt": LONG["prompt"][2:]}  # 17 tokens and 19
+    base = with_rows(small, tmp_path, verb, [straddling])
+    found = errors(verb, base, f"model.path={tmp_path}/model", alone)
+    assert ("have other angles" in found) == (verb == "dpo"), found  # which does not read the last token
+    assert f"or {alone}" not in found
+
+
 def test_an_update_without_rows_is_counted(small, tmp_path):
     base = with_rows(small, tmp_path, "sft", [{"prompt": "1", "response": ""}] * 16)
     more = ("data.bad_rows=skip", "data.shuffle=false", "data.train_batch_size=16", "trainer.total_epochs=1")
