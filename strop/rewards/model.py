@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from strop.config.schema.reward import RewardModelConfig
@@ -190,13 +190,23 @@ class HeadModel:
         packed = runs_packed(self.module, self.packed)
         scores = [0.0] * len(sequences)
         with torch.no_grad():
-            for rows in self._micro_batches([len(ids) for ids in sequences], images is not None):
+            for rows in self._passes([len(ids) for ids in sequences], images is not None):
                 inputs = [torch.tensor(sequences[row], dtype=torch.long) for row in rows]
                 shown = None if images is None else [images[row] for row in rows]
                 row_scores = sequence_scores(self.module, inputs, shown, packed=packed)
                 for row, score in zip(rows, row_scores.float().cpu().tolist(), strict=True):
                     scores[row] = score
         return scores
+
+    def _passes(self, lengths: list[int], with_images: bool) -> Iterator[list[int]]:
+        """The rows of each pass. Those for which longrope has other angles are apart."""
+        from strop.models.packing import longrope_limit
+
+        limit = longrope_limit(self.module.config) or max(lengths, default=0)
+        for longer in (False, True):
+            part = [row for row, length in enumerate(lengths) if (length > limit) == longer]
+            for rows in self._micro_batches([lengths[row] for row in part], with_images):
+                yield [part[row] for row in rows]
 
     def _micro_batches(self, lengths: list[int], with_images: bool) -> list[list[int]]:
         if not lengths:

@@ -15,10 +15,12 @@ import torch
 from strop.config.schema.reward import RewardModelWeightsConfig
 from strop.data.chat import Chat
 from strop.data.examples import PreferencePair
+from strop.models.heads import new_scalar_model
 from strop.rewards.base import build_samples
 from strop.rewards.model import HeadModel, RewardModelScorer, same_tokenization
 from strop.supervised.tasks import pair_batch
 from tests.data.tokens import CHATML, UNENDING
+from tests.models.test_families import longrope
 from tests.rewards.scene import TOKENIZER, ids, reading_tokenizer, scorer, trajectory
 
 
@@ -236,6 +238,15 @@ def test_micro_batches_change_nothing(folder: Path) -> None:
     ):
         assert HeadModel(module, **other).score(sequences) == pytest.approx(meant, abs=1e-5)
     assert HeadModel(module, max_tokens=9).score([]) == []
+
+
+@torch.no_grad()
+def test_sequences_for_which_longrope_has_other_angles_are_scored_apart() -> None:
+    module = new_scalar_model(longrope(24).config).eval()
+    sequences = [list(range(3, 3 + length)) for length in (9, 40, 24, 33, 25, 2)]
+    meant = [float(module(input_ids=torch.tensor([one])).logits[0, -1, 0]) for one in sequences]
+    for how in ({"rows": 8}, {"rows": 2}, {"max_tokens": 4096}, {"max_tokens": 9}):
+        assert HeadModel(module, **how).score(sequences) == pytest.approx(meant, abs=1e-5)
 
 
 def test_every_live_key_of_the_weights_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
