@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,7 +33,7 @@ from strop.policy.worker import PolicyWorker
 from strop.ppo.sampler import NumberedPrompt
 from strop.ranks import SharedFailure
 from strop.rollout.base import Sampling
-from strop.runtime.local import StartedRanks, start_ranks
+from strop.runtime.local import RankProcess, StartedRanks, start_ranks
 from strop.runtime.remote_backend import TrainingWorkers
 from strop.types import Batch, Trajectory
 
@@ -42,6 +44,8 @@ ROLE = "policy"
 POLL_SECONDS = 0.2
 AFTER_FAILURE_SECONDS = 10.0
 """Seconds that other ranks have to answer after one has failed: they may wait for it in a collective."""
+EXIT_SECONDS = 5.0
+"""Seconds until the exit code of a rank is known whose connection has closed."""
 
 
 class PolicyRankLost(Exception):
@@ -156,14 +160,14 @@ class LocalWorkers:
     def _lost(self, rank: int) -> PolicyRankLost:
         """End all ranks, because this one has ended."""
         lines: Sequence[str] = ()
-        code: int | None = None
+        end = "exit code unknown"
         if self._ranks is not None:
+            end = _end_of(self._ranks.processes[rank])
             lines = self._ranks.tails[rank].last_lines()
-            code = self._ranks.processes[rank].poll()
         self.close()
         return PolicyRankLost(
-            f"Rank {rank} of {self.world} has ended (exit code {code}), and the policy with it. Its last "
-            f"lines: {' / '.join(lines[-5:]) or 'none'}"
+            f"Rank {rank} of {self.world} has ended ({end}), and the policy with it. Its last lines: "
+            f"{' / '.join(lines[-5:]) or 'none'}"
         )
 
     def close(self) -> None:
@@ -174,6 +178,15 @@ class LocalWorkers:
         if self._ranks is not None:
             self._ranks.end()
         self._temporary.cleanup()
+
+
+def _end_of(process: RankProcess) -> str:
+    """How a process ended. Its connection closes a moment before its exit code can be read."""
+    try:
+        code = process.wait(EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "exit code unknown"
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _python_path() -> str:

@@ -117,7 +117,7 @@ def test_two_ranks_have_the_numbers_of_one_process(
         policy.load_state(tmp_path / "state")
         assert all(torch.equal(a, b) for a, b in zip(policy.log_probs(samples), before, strict=True))
         forked_ranks[1].kill()
-        with pytest.raises(PolicyRankLost, match="Rank 1 of 2 has ended"):
+        with pytest.raises(PolicyRankLost, match=r"Rank 1 of 2 has ended \(SIGKILL\)"):
             policy.log_probs(samples)
         with pytest.raises(PolicyRankLost, match="have ended"):
             policy.log_probs(samples)
@@ -175,3 +175,44 @@ def test_a_plain_script_on_ranks_has_the_numbers_of_one_process(
 def test_an_optimizer_of_one_device_is_refused_before_ranks_start(task: Path) -> None:
     with pytest.raises(ValueError, match="AdamW8bit works on one device, but there are 2"):
         Policy(task / "model", ranks=2, optimizer="AdamW8bit")
+
+
+RANK = """
+import pickle, socket, sys, time
+from multiprocessing.connection import Connection
+channel = socket.socket(socket.AF_UNIX)
+channel.connect(sys.argv[1])
+connection = Connection(channel.detach())
+connection.send_bytes(b"0")
+while True:
+    number, method, (argument,) = pickle.loads(connection.recv_bytes())
+    if method == "end":
+        break
+    if method == "sleep":
+        time.sleep(argument)
+    connection.send_bytes(pickle.dumps((number, None, len(argument) if method == "length" else None)))
+connection.close()
+time.sleep(0.3)
+sys.exit(argument)
+"""
+
+
+@pytest.fixture
+def plain_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The only rank is a process without a model, which ends a while after it has closed its connection."""
+
+    def start(workers: LocalWorkers, address: str) -> StartedRanks:
+        process = subprocess.Popen([sys.executable, "-c", RANK, address])
+        (tmp_path / "log").touch()
+        tails: Any = [Lines(tmp_path / "log")]
+        return StartedRanks([process], tails, None)
+
+    monkeypatch.setattr(LocalWorkers, "start", start)
+
+
+@pytest.mark.usefixtures("plain_rank")
+@pytest.mark.parametrize(("code", "said"), [(3, "exit code 3"), (0, "exit code 0")])
+def test_the_exit_code_of_a_lost_rank_is_said(code: int, said: str) -> None:
+    workers = LocalWorkers(1)
+    with pytest.raises(PolicyRankLost, match=rf"Rank 0 of 1 has ended \({said}\), and the policy with it"):
+        workers.call("end", code)
