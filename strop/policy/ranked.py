@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -40,12 +40,15 @@ from strop.types import Batch, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from strop.runtime.ray.model_actors import RayTrainingWorkers
+
 ROLE = "policy"
 POLL_SECONDS = 0.2
 AFTER_FAILURE_SECONDS = 10.0
 """Seconds that other ranks have to answer after one has failed: they may wait for it in a collective."""
 EXIT_SECONDS = 5.0
 """Seconds until the exit code of a rank is known whose connection has closed."""
+ENDED = "The ranks of this policy have ended. Make a new one, and load its state."
 
 
 class PolicyRankLost(Exception):
@@ -110,7 +113,7 @@ class LocalWorkers:
         self, method: str, arguments: Sequence[object]
     ) -> tuple[dict[int, object], dict[int, Exception]]:
         if not self._connections:
-            raise PolicyRankLost("The ranks of this policy have ended. Make a new one, and load its state.")
+            raise PolicyRankLost(ENDED)
         self._calls += 1
         message = pickle.dumps((self._calls, method, arguments))
         for rank, connection in enumerate(self._connections):
@@ -145,10 +148,7 @@ class LocalWorkers:
             if waiting and time.monotonic() > deadline:
                 self.close()
                 first = next(iter(errors.values()))
-                raise PolicyRankLost(
-                    f"Rank {min(errors)} failed and rank {min(waiting.values())} waits for it; the policy "
-                    f"has ended. {type(first).__name__}: {first}"
-                ) from first
+                raise _left_waiting(min(errors), min(waiting.values()), first) from first
         return results, errors
 
     def _refuse_dead(self) -> None:
@@ -189,6 +189,46 @@ def _end_of(process: RankProcess) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
+def _left_waiting(failed: int, waiting: int, error: Exception) -> PolicyRankLost:
+    """A rank failed alone. The others never come back from the collective in which they wait for it."""
+    return PolicyRankLost(
+        f"Rank {failed} failed and rank {waiting} waits for it; the policy has ended. "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+class RayWorkers:
+    """Ranks of a policy as Ray actors. When one is lost, all of them end, as those of `LocalWorkers`."""
+
+    def __init__(self, workers: RayTrainingWorkers, close: Callable[[], None]) -> None:
+        """`close` ends the actors."""
+        self._workers = workers
+        self._close = close
+        self._ended = False
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """Run an operation on every rank and return the result of the first one."""
+        from strop.runtime.ray.model_actors import TrainingWorkerLost
+
+        if self._ended:
+            raise PolicyRankLost(ENDED)
+        try:
+            return self._workers.call(method, *arguments)
+        except TrainingWorkerLost as lost:
+            self._end()
+            raise PolicyRankLost(f"The policy has ended. {lost}") from lost
+        except Exception as error:
+            waiting = self._workers.unanswered
+            if not waiting:
+                raise
+            self._end()
+            raise _left_waiting(self._workers.first_failed, min(waiting), error) from error
+
+    def _end(self) -> None:
+        self._ended = True
+        self._close()
+
+
 def _python_path() -> str:
     """Ranks find the same package as this process."""
     root = str(Path(__file__).parents[2])
@@ -223,7 +263,7 @@ class RankedCore:
             variables = stack.enter_context(cluster.workers(ROLE, PolicyWorker))
             found = RayTrainingWorkers(ROLE, "runtime='ray'", variables)
             self._open.push(stack.pop_all())
-        return found
+        return RayWorkers(found, self._open.close)
 
     def facts(self) -> PolicyFacts:
         found: PolicyFacts = self._workers.call("facts")

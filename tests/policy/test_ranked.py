@@ -18,8 +18,9 @@ import torch.distributed as dist
 from strop.backends.base import Outputs
 from strop.policy.batches import Datum
 from strop.policy.policy import Policy
-from strop.policy.ranked import LocalWorkers, PolicyRankLost
+from strop.policy.ranked import LocalWorkers, PolicyRankLost, RayWorkers
 from strop.runtime.local import StartedRanks
+from strop.runtime.ray.model_actors import TrainingWorkerLost
 from strop.types import Batch, Trajectory
 from tests.forked import Forked
 
@@ -216,3 +217,71 @@ def test_the_exit_code_of_a_lost_rank_is_said(code: int, said: str) -> None:
     workers = LocalWorkers(1)
     with pytest.raises(PolicyRankLost, match=rf"Rank 0 of 1 has ended \({said}\), and the policy with it"):
         workers.call("end", code)
+
+
+class LostWorkers:
+    """Two Ray actors, of which one is lost."""
+
+    first_failed = 1
+
+    def __init__(self, error: Exception, unanswered: list[int]) -> None:
+        self.error = error
+        self.unanswered = unanswered
+
+    def call(self, method: str, *arguments: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "unanswered", "said"),
+    [
+        (TrainingWorkerLost("Training worker 1 is gone"), [], "has ended. Training worker 1 is gone"),
+        (RuntimeError("no memory"), [0], "Rank 1 failed and rank 0 waits for it.* RuntimeError: no memory"),
+    ],
+)
+def test_a_lost_rank_on_ray_is_told_as_on_this_machine(
+    error: Exception, unanswered: list[int], said: str
+) -> None:
+    closed: list[bool] = []
+    lost: Any = LostWorkers(error, unanswered)
+    workers = RayWorkers(lost, lambda: closed.append(True))
+    with pytest.raises(PolicyRankLost, match=said):
+        workers.call("sample")
+    with pytest.raises(PolicyRankLost, match="Make a new one, and load its state"):
+        workers.call("sample")
+    assert closed == [True]
+
+
+def test_an_error_of_all_ranks_on_ray_leaves_the_policy() -> None:
+    lost: Any = LostWorkers(ValueError("There is no loss"), [])
+    workers = RayWorkers(lost, lambda: pytest.fail("closed"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="There is no loss"):
+            workers.call("forward_backward")
+
+
+RAY_SCRIPT = """
+import os, signal, sys
+from strop.policy.policy import Policy
+from strop.policy.ranked import PolicyRankLost
+from tests.policy.test_ranked import KEYS
+policy = Policy(sys.argv[1], ranks=2, runtime="ray", **KEYS)
+os.kill(policy._core._workers._workers.machines[1][1], signal.SIGKILL)
+try:
+    policy.sample(["1+2="], max_tokens=2)
+except PolicyRankLost as error:
+    print("lost:", error)
+again = Policy(sys.argv[1], ranks=1, runtime="ray", **KEYS)
+print("tokens:", len(again.sample(["1+2="], max_tokens=2)[0][0].response))
+"""
+
+
+@pytest.mark.slow
+def test_after_a_lost_rank_on_ray_a_new_policy_can_be_made(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RAY_SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(task / "model")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "lost: The policy has ended. Training worker 1 of 2 of the policy" in done.stdout
+    assert "tokens: " in done.stdout

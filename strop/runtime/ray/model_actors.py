@@ -15,7 +15,13 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from strop.runtime.ray.connection import ActorHandle, connect_to_cluster, future_of, ray_module
+from strop.runtime.ray.connection import (
+    ActorHandle,
+    connect_to_cluster,
+    future_of,
+    ray_module,
+    short_error,
+)
 from strop.runtime.remote_backend import BackendFactory, RankWorker, TrainingWorker
 from strop.runtime.remote_models import FrozenModel, ServedModel
 
@@ -171,6 +177,10 @@ class RayTrainingWorkers:
         machines = self._ray.get([actor.machine.remote() for actor in self._actors])
         self.machines: list[tuple[str, int]] = machines
         """Host and process id of each worker."""
+        self.unanswered: list[int] = []
+        """Workers that the latest call gave up waiting for, because another one had failed."""
+        self.first_failed = 0
+        """The worker that failed first in the latest call that failed."""
 
     def call(self, method: str, *arguments: object) -> Any:
         """Call a method of every worker and return the result of the first one.
@@ -200,8 +210,11 @@ class RayTrainingWorkers:
                 except errors.RayActorError as error:
                     raise self._lost(number, error) from error
                 except errors.RayTaskError as error:
-                    failure = failure or error.cause or error
+                    if failure is None:
+                        failure = error.cause or error
+                        self.first_failed = number
                     deadline = min(deadline, time.monotonic() + DEATH_NOTICE_SECONDS)
+        self.unanswered = sorted(waiting.values())
         if failure is not None:
             raise failure
         return results[0]
@@ -211,5 +224,5 @@ class RayTrainingWorkers:
         return TrainingWorkerLost(
             f"Training worker {number} of {len(self._actors)} of the {self._role} (host {host}, process "
             f"{pid}) is gone, and its updates since the last checkpoint are lost: "
-            f"{' '.join(str(error).split())[-300:]}"
+            f"{short_error(error)}"
         )
