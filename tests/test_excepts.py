@@ -48,6 +48,7 @@ ALLOWED: dict[str, tuple[int, str]] = {
     "run/profile/capture.py": (1, "a profiler may fail and is switched off; the run goes on"),
     "run/samples.py": (1, "samples for the board may fail; the run goes on"),
     "run/trackers/base.py": (1, "one tracker may fail and gets nothing more; the run goes on"),
+    "policy/ranked.py": (1, f"a call of ranks in a thread: {HANDED_ON}"),
     "policy/worker.py": (1, f"an operation of one rank: {HANDED_ON}"),
     "serve/dispatch.py": (1, f"scores of prompts: {HANDED_ON}"),
     "serve/service.py": (1, "one sample of many: it is answered with the error, the service goes on"),

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -65,7 +66,6 @@ class LocalWorkers:
         self._folder = Path(self._temporary.name)
         self._ranks: StartedRanks | None = None
         self._connections: list[Connection] = []
-        self._calls = 0
         self._lock = threading.Lock()
         listener = socket.socket(socket.AF_UNIX)
         listener.settimeout(POLL_SECONDS)
@@ -100,10 +100,23 @@ class LocalWorkers:
         return [found[rank] for rank in range(self.world)]
 
     def call(self, method: str, *arguments: object) -> Any:
-        """Run an operation on every rank and return the result of the first one. A call of another thread
-        waits: it would take the answers to this one."""
-        with self._lock:
-            results, errors = self._call_all(method, arguments)
+        """Run an operation on every rank and return the result of the first one. Later calls wait: they would
+        take the answers to this one.
+
+        A thread exchanges the messages. Ctrl-C ends only the wait for it: with half of a message sent or
+        read, the ranks would take the next one for the rest.
+        """
+        done: Future[tuple[dict[int, object], dict[int, Exception]]] = Future()
+
+        def exchange() -> None:
+            try:
+                with self._lock:
+                    done.set_result(self._call_all(method, arguments))
+            except Exception as error:  # noqa: BLE001 - raised below
+                done.set_exception(error)
+
+        threading.Thread(target=exchange, name=f"strop-policy-{method}", daemon=True).start()
+        results, errors = done.result()
         if errors:
             known = [error for error in errors.values() if not isinstance(error, SharedFailure)]
             raise (known or list(errors.values()))[0]
@@ -114,8 +127,7 @@ class LocalWorkers:
     ) -> tuple[dict[int, object], dict[int, Exception]]:
         if not self._connections:
             raise PolicyRankLost(ENDED)
-        self._calls += 1
-        message = pickle.dumps((self._calls, method, arguments))
+        message = pickle.dumps((method, arguments))
         for rank, connection in enumerate(self._connections):
             try:
                 connection.send_bytes(message)
@@ -124,7 +136,7 @@ class LocalWorkers:
         return self._answers()
 
     def _answers(self) -> tuple[dict[int, object], dict[int, Exception]]:
-        """What each rank answered to the latest call. Answers to a call that was interrupted are skipped."""
+        """What each rank answered."""
         results: dict[int, object] = {}
         errors: dict[int, Exception] = {}
         deadline = math.inf
@@ -135,11 +147,9 @@ class LocalWorkers:
                 assert isinstance(connection, Connection)
                 rank = waiting[connection]
                 try:
-                    number, error, result = pickle.loads(connection.recv_bytes())
+                    error, result = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError) as lost:
                     raise self._lost(rank) from lost
-                if number < self._calls:
-                    continue
                 del waiting[connection]
                 results[rank] = result
                 if error is not None:

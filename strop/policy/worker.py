@@ -53,7 +53,7 @@ def serve(connection: Connection, worker: PolicyWorker) -> None:
     """Answer the driver until it closes the connection."""
     while True:
         try:
-            number, method, arguments = pickle.loads(connection.recv_bytes())
+            method, arguments = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         error: Exception | None = None
@@ -62,16 +62,16 @@ def serve(connection: Connection, worker: PolicyWorker) -> None:
             result = worker.run_method(method, arguments)
         except Exception as problem:  # noqa: BLE001 - raised in the driver
             error = problem
-        connection.send_bytes(_answer(number, error, result))
+        connection.send_bytes(_answer(error, result))
 
 
-def _answer(number: int, error: Exception | None, result: object) -> bytes:
+def _answer(error: Exception | None, result: object) -> bytes:
     if error is not None:
         try:
-            return pickle.dumps((number, error, None))
+            return pickle.dumps((error, None))
         except (pickle.PicklingError, TypeError, AttributeError):
             error = RuntimeError(f"{type(error).__name__}: {error}")
-    return pickle.dumps((number, error, result))
+    return pickle.dumps((error, result))
 
 
 def main(address: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +188,12 @@ channel.connect(sys.argv[1])
 connection = Connection(channel.detach())
 connection.send_bytes(b"0")
 while True:
-    number, method, (argument,) = pickle.loads(connection.recv_bytes())
+    method, (argument,) = pickle.loads(connection.recv_bytes())
     if method == "end":
         break
     if method == "sleep":
         time.sleep(argument)
-    connection.send_bytes(pickle.dumps((number, None, len(argument) if method == "length" else None)))
+    connection.send_bytes(pickle.dumps((None, len(argument) if method == "length" else None)))
 connection.close()
 time.sleep(0.3)
 sys.exit(argument)
@@ -285,3 +287,26 @@ def test_after_a_lost_rank_on_ray_a_new_policy_can_be_made(task: Path, tmp_path:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "lost: The policy has ended. Training worker 1 of 2 of the policy" in done.stdout
     assert "tokens: " in done.stdout
+
+
+@pytest.mark.usefixtures("plain_rank")
+def test_an_interrupted_call_leaves_no_half_of_a_message() -> None:
+    """Ctrl-C while a rank is busy, and again while a large message waits for it."""
+    workers = LocalWorkers(1)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for method, argument in (("sleep", 1.0), ("length", "a" * 2**22)):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                workers.call(method, argument)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    start = time.monotonic()
+    assert workers.call("length", "abc") == 3
+    assert time.monotonic() - start < 30
+    workers.close()
