@@ -6,6 +6,7 @@ shared between the engines of the ranks, and the result of the first rank is ret
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import pickle
@@ -273,6 +274,8 @@ class RankedCore:
             variables = stack.enter_context(cluster.workers(ROLE, PolicyWorker))
             found = RayTrainingWorkers(ROLE, "runtime='ray'", variables)
             self._open.push(stack.pop_all())
+        # A script may leave its policy open, and Ray ends before this object does.
+        atexit.register(self._open.close)
         return RayWorkers(found, self._open.close)
 
     def facts(self) -> PolicyFacts:
@@ -353,3 +356,4 @@ class RankedCore:
 
     def close(self) -> None:
         self._open.close()
+        atexit.unregister(self._open.close)

@@ -280,6 +280,7 @@ print("tokens:", len(again.sample(["1+2="], max_tokens=2)[0][0].response))
 
 @pytest.mark.slow
 def test_after_a_lost_rank_on_ray_a_new_policy_can_be_made(task: Path, tmp_path: Path) -> None:
+    """And nothing is complained of at the end of a script that leaves its policy open."""
     (tmp_path / "script.py").write_text(RAY_SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(task / "model")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -287,6 +288,7 @@ def test_after_a_lost_rank_on_ray_a_new_policy_can_be_made(task: Path, tmp_path:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "lost: The policy has ended. Training worker 1 of 2 of the policy" in done.stdout
     assert "tokens: " in done.stdout
+    assert "Exception ignored" not in done.stderr
 
 
 @pytest.mark.usefixtures("plain_rank")
