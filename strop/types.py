@@ -48,8 +48,7 @@ Images = tuple[ImageInput, ...]
 class Prompt:
     """One row of a data set, rendered.
 
-    Example: Prompt(index=7, ids=[1, 4093, 198], messages=[{"role": "user", "content": "2+2?"}],
-    data_source="arithmetic", ground_truth="4")
+    Example: Prompt(7, [1, 4093, 198], [{"role": "user", "content": "2+2?"}], "arithmetic", ground_truth="4")
     """
 
     index: int
@@ -64,6 +63,7 @@ class Prompt:
     """The reference answer of the scorer."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     """Passed to the scorer, tools and interactions unchanged."""
+    columns: dict[str, Any] = field(default_factory=dict)  # see RowFields.columns
     agent_name: str | None = None
     """Name of the agent loop; None: the configured default."""
     images: Images = ()

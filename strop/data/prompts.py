@@ -208,6 +208,7 @@ class PromptDataset(Sequence[Prompt]):
             data_source=fields.data_source,
             ground_truth=fields.ground_truth,
             extra_info=fields.extra_info,
+            columns=fields.columns,
             agent_name=fields.agent_name,
             images=images,
         )

@@ -74,6 +74,8 @@ class RowFields:
     agent_name: str | None = None
     images: list[object] = field(default_factory=list)
     videos: list[object] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
+    """What a reward function may ask for by name besides extra_info (`columns_by_name`)."""
     where: str = ""
     """The row, for messages."""
     folder: Path | None = None
@@ -143,9 +145,22 @@ def parse_row(
         agent_name=row.get("agent_name") or None,
         images=images,
         videos=videos,
+        columns=columns_by_name(row, columns, keys.prompt, hidden=(keys.images, keys.videos)),
         where=where,
         folder=folder,
     )
+
+
+def columns_by_name(
+    row: Row, columns: Collection[str], prompt: str, *, hidden: Collection[str] = ()
+) -> dict[str, Any]:
+    """The columns of a row that reward functions get by name, besides those of the schema and without the
+    `hidden` ones; null where only other rows of the file have a value. `prompt` is one if it is a text."""
+    known = {prompt, "prompt", "data_source", "reward_model", "extra_info", *hidden}
+    found = {name: row.get(name) for name in [*columns, *row] if name not in known}
+    if isinstance(row.get(prompt), str):
+        found["prompt"] = row[prompt]
+    return found
 
 
 def read_row(rows: FileRows, index: int, keys: ColumnKeys) -> RowFields:

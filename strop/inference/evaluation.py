@@ -16,7 +16,7 @@ from strop.config.schema.inference import EvaluationConfig, EvaluationSettingsCo
 from strop.config.schema.reward import RewardModelConfig
 from strop.data.files import FileRows, Row, open_rows
 from strop.data.make import published_rows
-from strop.data.schema import require_column, to_plain
+from strop.data.schema import columns_by_name, require_column, to_plain
 from strop.inference.resumable_rows import ProgressBar
 from strop.rewards.base import RewardSample, Verdict, parse_verdict
 from strop.rewards.function import RewardFunction, RuleScorer, load_function
@@ -48,6 +48,8 @@ class ScoredPrompt:
     """Other numbers that the scorer returned for responses, by name; `acc` is in `correct`."""
     errors: list[str] = field(default_factory=list)
     timed_out: int = 0
+    columns: dict[str, object] = field(default_factory=dict)
+    """What a reward function may ask for by name besides extra_info."""
 
     @property
     def scored(self) -> list[float]:
@@ -165,7 +167,10 @@ def _scored_prompt(row: Row, index: int, config: EvaluationConfig, files: FileRo
     extra_info = to_plain(row.get("extra_info"))
     if not isinstance(extra_info, dict):
         extra_info = {}
-    return ScoredPrompt(index, str(source), prompt, truth, responses or [], extra_info)
+    plain = {name: to_plain(value) for name, value in row.items()}
+    of_file = () if data.benchmark else files.place(index)[0].columns
+    columns = columns_by_name(plain, of_file, data.prompt_key, hidden=(data.response_key,))
+    return ScoredPrompt(index, str(source), prompt, truth, responses or [], extra_info, columns=columns)
 
 
 def score_all(
@@ -216,9 +221,8 @@ def _sample(prompt: ScoredPrompt, response: object) -> RewardSample:
     messages = prompt.prompt
     if not isinstance(messages, list):
         messages = [{"role": "user", "content": str(prompt.prompt)}]
-    trajectory = Trajectory(
-        Prompt(prompt.row, [], messages, prompt.source, prompt.truth, prompt.extra_info), 0, [], [], []
-    )
+    row = Prompt(prompt.row, [], messages, prompt.source, prompt.truth, prompt.extra_info, prompt.columns)
+    trajectory = Trajectory(row, 0, [], [], [])
     return RewardSample(trajectory, cast("str", response), dict(prompt.extra_info))
 
 

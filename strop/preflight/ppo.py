@@ -288,7 +288,7 @@ def _call_reward(
     function: RewardFunction | RuleScorer, data_source: str, row: RowFields, timeout: float
 ) -> object:
     """What the function returns for the row. A function that hangs or exits raises, as it would in a run."""
-    prompt = Prompt(0, [], row.messages, data_source, row.ground_truth, row.extra_info)
+    prompt = Prompt(0, [], row.messages, data_source, row.ground_truth, row.extra_info, row.columns)
     sample = RewardSample(Trajectory(prompt, 0, [], [], []), TRIED_TEXT, dict(row.extra_info))
 
     def call(one: RewardSample) -> object:

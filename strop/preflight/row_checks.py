@@ -119,6 +119,7 @@ def _fields(dataset: PromptDataset, row: int) -> RowFields:
         content.ground_truth,
         extra_info=dict(content.extra_info),
         agent_name=content.agent_name,
+        columns=dict(content.columns),
         where=dataset.where(row),
     )
 

@@ -159,7 +159,9 @@ def trajectories_as_json(trajectories: Sequence[Trajectory]) -> list[JsonRow]:
     for trajectory in trajectories:
         if trajectory.prompt.images:
             raise ValueError("trainer.record_steps cannot store prompts with images. Take it out.")
-        row = dataclasses.asdict(trajectory)
+        # The scores are recorded; columns may hold what JSON does not.
+        scored = dataclasses.replace(trajectory.prompt, columns={})
+        row = dataclasses.asdict(dataclasses.replace(trajectory, prompt=scored))
         if trajectory.experts is not None:
             row["experts"] = trajectory.experts.tolist()
         rows.append(row)

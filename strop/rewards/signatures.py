@@ -9,9 +9,9 @@
     def reward(prompts, completions, answer, **columns): ...
     def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
 
-The columns of a row are the keys of its `extra_info`. Next to them a function of the first two forms may ask
-for `prompt` (`prompts`): the text or the messages of the row; `ground_truth`, `data_source`, and
-`completion_ids`.
+The columns of a row are those of its file, and the keys of its `extra_info`, which win. Next to them a
+function of the first two forms may ask for `prompt` (`prompts`): the text or the messages of the row;
+`ground_truth`, `data_source`, and `completion_ids`.
 
 In TRL's form, completions are texts where the prompt of the row is a text, and lists of messages where it is
 one.
@@ -136,6 +136,7 @@ def column_arguments(sample: RewardSample) -> dict[str, object]:
     """Everything that a function of the form `completion` may ask for."""
     facts = RowFacts.of(sample.extra_info)
     columns: dict[str, object] = dict.fromkeys(facts.null_columns)
+    columns |= own_copy(sample.trajectory.prompt.columns)
     columns |= without_facts(sample.extra_info)
     return {
         "data_source": sample.data_source,
@@ -150,9 +151,14 @@ def column_arguments(sample: RewardSample) -> dict[str, object]:
 def prompt_of(sample: RewardSample) -> object:
     """The prompt as the row has it: a text, or messages."""
     messages = sample.trajectory.prompt.messages
-    if RowFacts.of(sample.extra_info).text_prompt and len(messages) == 1:
+    if _has_text_prompt(sample) and len(messages) == 1:
         return messages[0]["content"]
     return own_copy(messages)
+
+
+def _has_text_prompt(sample: RewardSample) -> bool:
+    """Whether the prompt of the row is a text: in its file, or in what the file was made of."""
+    return "prompt" in sample.trajectory.prompt.columns or RowFacts.of(sample.extra_info).text_prompt
 
 
 def list_arguments(samples: Sequence[RewardSample]) -> dict[str, object]:
@@ -168,7 +174,7 @@ def list_arguments(samples: Sequence[RewardSample]) -> dict[str, object]:
 
 
 def _completion_in_form_of_prompt(sample: RewardSample) -> object:
-    if RowFacts.of(sample.extra_info).text_prompt:
+    if _has_text_prompt(sample):
         return sample.solution_str
     return [{"role": "assistant", "content": sample.solution_str}]
 

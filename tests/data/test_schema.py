@@ -195,3 +195,15 @@ def test_dig_follows_a_path() -> None:
         ValueError, match=r"row 0: 'extra_info' holds no 'questoin'\. Did you mean 'question'"
     ):
         nested_value(row, "extra_info", ["questoin"], where="row 0")
+
+
+def test_reward_functions_get_the_columns_of_a_row() -> None:
+    keys = ColumnKeys(prompt="question", label="answer", images="pics")
+    plain = {"question": "2+2?", "answer": 4, "level": np.int64(2), "pics": [], "data_source": "sums"}
+    found = parse_row({**plain, "prompt": "other"}, keys, where="row 0", columns=[*plain, "hint"])
+    assert found.columns == {"prompt": "2+2?", "answer": 4, "level": 2, "hint": None}
+    assert found.extra_info == {}
+    assert parse_row(VERL, ColumnKeys(), where="row 0").columns == {
+        "ability": "math",
+        "agent_name": "tool_agent",
+    }

@@ -160,6 +160,15 @@ def test_an_async_function(tmp_path):
     assert found["own"].metrics["pass@1"].mean == 0.5
 
 
+def test_a_function_that_takes_columns(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(completion, prompt, level):\n    return completion == prompt[0]['content'] * level\n"
+    )
+    path = write(tmp_path / "out.parquet", [{**row("a", "x", ["aa", "a"], "own"), "level": 2}])
+    _, found = results(path, f"custom_reward_function.path={tmp_path}/mine.py")
+    assert found["own"].metrics["pass@1"].mean == 0.5
+
+
 def test_raw_benchmark_rows(tmp_path):
     rows = [
         {

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from strop.config.schema.data import DataConfig
+from strop.data.prompts import build_prompts
 from strop.rewards.base import RewardSample
 from strop.rewards.function import RewardFunction
 from strop.rewards.signatures import ROW_FACTS, CallStyle, style_of
 from strop.types import Prompt, Trajectory
+from tests.data.tokens import character_tokenizer
 
 
 def sample(text: str = "4", **extra: object) -> RewardSample:
@@ -58,6 +63,27 @@ def test_columns_come_by_name() -> None:
     assert RewardFunction(lambda completion, k=1: k, {"k": 5})(sample()) == 5
     with pytest.raises(ValueError, match=r"needs 'level', but the row has no such column. It has: .*answer"):
         RewardFunction(lambda completion, level: 0)(sample())
+
+
+def test_columns_of_a_file_come_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "sums.jsonl"
+    rows = [{"prompt": "2+2=", "answer": "4", "hint": "even"}, {"prompt": "2+3=", "answer": "5"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = build_prompts(DataConfig(train_files=str(file), label_key="answer"), character_tokenizer())
+    responses = [Trajectory(dataset[row], row, [1], [1], [0.0]) for row in range(2)]
+    samples = [RewardSample(response, "4", {}) for response in responses]
+
+    def plain(completion: str, prompt: str, answer: str, hint: str | None) -> float:
+        assert (prompt, hint) in [("2+2=", "even"), ("2+3=", None)]
+        return float(completion == answer)
+
+    def trl(prompts: list[str], completions: list[str], answer: list[str], **columns: object) -> list[float]:
+        assert prompts == ["2+2=", "2+3="] and columns["hint"] == ["even", None]
+        return [float(text == right) for text, right in zip(completions, answer)]
+
+    assert [RewardFunction(plain)(one) for one in samples] == [1.0, 0.0]
+    assert RewardFunction(trl, takes_lists=True).call_with_lists(samples) == [1.0, 0.0]
+    assert RewardFunction(lambda extra_info: extra_info)(samples[0]) == {}
 
 
 def test_lists_come_by_name() -> None:
