@@ -71,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from strop.shared.process_setup import prepare_process
 
     prepare_process()
+    if "" not in sys.path and not sys.flags.safe_path:
+        # `python -m` finds modules of the current folder, an installed program does not. Behind the libraries,
+        # so that a file of the user's hides none of them.
+        sys.path.append("")
     return answer(lambda: dispatch(arguments))
 
 

@@ -218,8 +218,20 @@ def load_module(path: str) -> ModuleType:
         raise ValueError(f"{file} does not parse: {error.msg} (line {error.lineno}).") from error
     except (Exception, SystemExit) as error:  # a script that parses its command line raises SystemExit
         del sys.modules[name]
-        raise ValueError(f"{file} fails while it is imported: {type(error).__name__}: {error}") from error
+        hint = _neighbour_hint(file, error)
+        raise ValueError(
+            f"{file} fails while it is imported: {type(error).__name__}: {error}{hint}"
+        ) from error
     return module
+
+
+def _neighbour_hint(file: Path, error: BaseException) -> str:
+    """What to set if a module that was not found lies in the folder of the file."""
+    missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+    place = file.parent / missing.partition(".")[0]
+    if not missing or not (place.with_suffix(".py").is_file() or place.is_dir()):
+        return ""
+    return f". It lies next to {file.name}: set PYTHONPATH={file.parent}"
 
 
 def load_attribute(path: str, name: str) -> Any:

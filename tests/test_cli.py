@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,30 @@ def test_help_lists_the_verbs():
 def test_every_verb_has_help(verb, words):
     done = strop(verb, "--help")
     assert done.returncode == 0 and words in done.stdout and done.stderr == ""
+
+
+def test_modules_of_the_current_folder_are_found(tmp_path):
+    """The installed program is a script in another folder, which Python puts on its path instead."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "strop"
+    program.write_text("import sys\nfrom strop.cli import main\nsys.exit(main())\n")
+    (tmp_path / "my_parts.py").write_text("def right(text, answer):\n    return text == answer\n")
+    (tmp_path / "json.py").write_text("1 / 0\n")
+    (tmp_path / "mine.py").write_text(
+        "from my_parts import right\ndef compute_score(completion, answer):\n    return right(completion, answer)\n"
+    )
+    row = {"prompt": "1+1=", "answer": "2", "data_source": "sums", "reward_model": {}, "responses": ["2"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    words = ["eval", "data.path=rows.jsonl", "custom_reward_function.path=mine.py"]
+    done = subprocess.run(
+        [sys.executable, str(program), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["run.yaml", "--json", "--help"]])

@@ -49,6 +49,12 @@ def test_user_files(tmp_path):
     (tmp_path / "raises.py").write_text("1 / 0\n")
     with pytest.raises(ValueError, match=r"raises.py fails while it is imported: ZeroDivisionError"):
         load_module(str(tmp_path / "raises.py"))
+    (tmp_path / "imports.py").write_text("from my_scores.sums import value\n")
+    with pytest.raises(ValueError, match=r"No module named 'my_scores'$"):
+        load_module(str(tmp_path / "imports.py"))
+    (tmp_path / "my_scores").mkdir()
+    with pytest.raises(ValueError, match=rf"It lies next to imports.py: set PYTHONPATH={tmp_path}"):
+        load_module(str(tmp_path / "imports.py"))
     with pytest.raises(ValueError, match="cannot be imported"):
         load_module("no_such_package_anywhere")
 
