@@ -22,11 +22,11 @@ VERBS = {
     "serve-train": "training_service",
 }
 
-CHOOSES_KEYS = "[FILE.yaml] [--config-name NAME] [--config-path DIR] [key=value ...]"
+CHOOSES_KEYS = "[FILE.yaml] [--config-name NAME] [--config-path DIR] [--config-dir DIR] [key=value ...]"
 
 HELP = f"""strop {__version__}: reinforcement-learning post-training for language models
 
-usage: strop VERB [--config-name NAME] [--config-path DIR] [key=value ...]
+usage: strop VERB [--config-name NAME] [--config-path DIR] [--config-dir DIR] [key=value ...]
 
 train
   ppo           PPO, GRPO, RLOO, REINFORCE++, ReMax ...: the same as python -m strop.trainer.main_ppo
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     prepare_process()
     if "" not in sys.path and not sys.flags.safe_path:
-        # `python -m` finds modules of the current folder, an installed program does not. Behind the libraries,
+        # `python -m` finds modules of the current folder, an installed program does not. Behind libraries,
         # so that a file of the user's hides none of them.
         sys.path.append("")
     return answer(lambda: dispatch(arguments))

@@ -8,6 +8,7 @@ import sys
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from strop.config.aliases import flatten, nest
 from strop.config.typed import ConfigError
@@ -17,10 +18,11 @@ _OPTIONS = {
     "-cn": "config",
     "--config-path": "search",
     "-cp": "search",
-    "--config-dir": "search",
-    "-cd": "search",
 }
-_HELP = """usage: [FILE.yaml] [--config-name NAME] [--config-path DIR] [key=value ...]
+_MORE_FOLDERS = ("--config-dir", "-cd")
+SEARCH_PATH = "hydra.searchpath="
+_FOLDER = re.compile(r"""'file://([^']+)'|"file://([^"]+)"|file://([^'",\]]+)""")
+_HELP = """usage: [FILE.yaml] [--config-name NAME] [--config-path DIR] [--config-dir DIR] [key=value ...]
 
 Settings are written key=value. `strop config show NAME` lists them with their documentation,
 `strop config explain KEY` explains one, `strop help` lists the commands.
@@ -51,12 +53,15 @@ def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> ConfigArgum
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if name in _OPTIONS:
+        if name in _OPTIONS or name in _MORE_FOLDERS:
             if not equals:
                 if not rest:
                     raise ConfigError(f"{name} needs a value.")
                 value = rest.pop(0)
-            setattr(asked, _OPTIONS[name], value)
+            if name in _MORE_FOLDERS:
+                asked.overrides.append(_also_search(name, value))
+            else:
+                setattr(asked, _OPTIONS[name], value)
         elif word in ("--help", "-h"):
             sys.stdout.write(_HELP)
             raise SystemExit(0)
@@ -71,6 +76,24 @@ def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> ConfigArgum
         else:
             asked.overrides.append(word)
     return asked
+
+
+def _also_search(option: str, value: str) -> str:
+    """The override that makes Hydra look in one more folder, behind those that it knows."""
+    folder = Path(value).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"{option}: there is no folder {folder}.")
+    quote = '"' if "'" in str(folder) else "'"
+    return f"{SEARCH_PATH}[{quote}file://{folder}{quote}]"
+
+
+def searched_folders(overrides: Sequence[str]) -> list[Path]:
+    """The folders that overrides of hydra.searchpath name."""
+    found: list[Path] = []
+    for text in overrides:
+        if text.lstrip("+").startswith(SEARCH_PATH):
+            found += [Path("".join(forms)) for forms in _FOLDER.findall(text)]
+    return [folder for folder in found if folder.is_dir()]
 
 
 _NUMBER = re.compile(r"[+-]?(0|[1-9]\d*|(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+)")
@@ -138,15 +161,18 @@ def quote_command(text: str) -> str:
     return f"{path}='{escaped}'"
 
 
-def force_override(text: str, groups: Container[str]) -> str:
+def force_override(text: str, groups: Container[str], of_user: Container[str] = ()) -> str:
     """The override with `++`, which adds keys too: what does not exist is refused by us, with the nearest
-    names. The choice of one of the `groups` and what deletes a key stay as they are."""
+    names. The choice of one of the `groups` and what deletes a key stay as they are; so does `+group=name`
+    for the groups `of_user`, which no defaults list has."""
     if text.startswith("~"):
         return text
     if "=" not in text:
         raise ConfigError(f"Expected key=value, got {text!r}.")
     key = text.partition("=")[0]
     is_group = "@" in key or "/" in key or key in groups
+    if text.startswith("+") and not text.startswith("++") and key[1:].partition("/")[0] in of_user:
+        return text
     if not text.startswith("+") and (is_group or key.startswith("hydra.")):
         return text
     return "++" + text.lstrip("+")

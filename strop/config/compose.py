@@ -23,6 +23,7 @@ from strop.config.commandline import (
     plain_values,
     quote_command,
     quote_digits,
+    searched_folders,
 )
 from strop.config.hydra_messages import explain_hydra, one_line
 from strop.config.references import has_other_references, refuse_growth, resolve_keys
@@ -108,9 +109,11 @@ def load(
 ) -> Loaded:
     """Compose and type-check. `root`: a name in ROOTS; `config`: a user's YAML; `search`: its folder."""
     schema = schema_keys(root)
-    groups = GROUP_WORDS | {name for name in _user_groups(config, search) if not schema.has(name)}
+    folders = searched_folders(overrides)
+    of_user = {name for name in _user_groups(config, search, folders) if not schema.has(name)}
+    groups = GROUP_WORDS | of_user
     written = [quote_digits(quote_command(text), schema.types.get) for text in overrides]
-    overrides = [force_override(text, groups) for text in written]
+    overrides = [force_override(text, groups, of_user) for text in written]
     named = {text.lstrip("+").partition("=")[0] for text in overrides}
     _refuse_unknown(overrides, named, root)
     said = None
@@ -216,12 +219,14 @@ GROUP_WORDS = {name.partition("/")[0] for name in GROUPS} - {"", "data", "critic
 """Words that choose a group on a command line; the others are sections."""
 
 
-def _user_groups(config: str | None, search: str | None) -> set[str]:
-    """Folders with the user's YAML: their names choose one of the files in them, as in Hydra."""
-    folder = Path(search if search is not None else Path(config or "").parent).expanduser()
-    if (config is None and search is None) or not folder.is_dir():
-        return set()
-    return {place.name for place in folder.iterdir() if place.is_dir() and any(place.glob("*.yaml"))}
+def _user_groups(config: str | None, search: str | None, more: Iterable[Path]) -> set[str]:
+    """Folders with the user's YAML, and in `more`: their names choose one of the files in them, as in
+    Hydra."""
+    folders = list(more)
+    if config is not None or search is not None:
+        folders.append(Path(search if search is not None else Path(config or "").parent).expanduser())
+    inside = [place for folder in folders if folder.is_dir() for place in folder.iterdir()]
+    return {place.name for place in inside if place.is_dir() and any(place.glob("*.yaml"))}
 
 
 def _refuse_unknown(overrides: Iterable[str], named: Container[str], root: str) -> None:
@@ -265,9 +270,8 @@ def _compose(
         group, _, name = path.partition("/")
         package = "_global_" if group in GLOBAL_GROUPS else None
         store.store(group=group or None, name=name, node=node, package=package)
-    folder, name = _locate(
-        root, config, search, chooses_groups=not all(text.startswith("++") for text in overrides)
-    )
+    groups_chosen = not all(text.startswith("++") for text in overrides)
+    folder, name = _locate(root, config, search, searched_folders(overrides), chooses_groups=groups_chosen)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base=None), warnings.catch_warnings():
@@ -323,8 +327,10 @@ def _adapt_hydra() -> None:
     SourcesRegistry.instance().types[FileConfigSource.scheme()] = LimitedFileSource
 
 
-def _locate(root: str, config: str | None, search: str | None, chooses_groups: bool) -> tuple[Path, str]:
-    """Folder and name of the primary YAML."""
+def _locate(
+    root: str, config: str | None, search: str | None, more: Sequence[Path], chooses_groups: bool
+) -> tuple[Path, str]:
+    """Folder and name of the primary YAML; it may be in `more` folders if it is nowhere else."""
     if search in VERL_FOLDERS and not Path(search).is_dir():
         search = None
     if search is not None:
@@ -343,11 +349,18 @@ def _locate(root: str, config: str | None, search: str | None, chooses_groups: b
             return candidate.parent.resolve(), candidate.name.removesuffix(".yaml")
     ours = config.removesuffix(".yaml")
     ours = VERL_PRIMARIES.get(ours, ours)
-    if (BUILT_IN / f"{ours}.yaml").is_file() and search is None:
+    is_ours = (BUILT_IN / f"{ours}.yaml").is_file()
+    if is_ours and search is None:
         return BUILT_IN, ours
-    names = [
-        f.stem for f in {*BUILT_IN.glob("*.yaml"), *folder.glob("*.yaml"), *as_path.parent.glob("*.yaml")}
-    ]
+    for place in more:
+        if (place / f"{config.removesuffix('.yaml')}.yaml").is_file():
+            return place, config.removesuffix(".yaml")
+    if is_ours:
+        raise ConfigError(
+            f"--config-path: {folder} has no {config}. With --config-dir instead, which adds a folder to "
+            f"the built-in ones, {config} is the built-in file."
+        )
+    names = [file.stem for at in {BUILT_IN, folder, as_path.parent, *more} for file in at.glob("*.yaml")]
     raise ConfigError(
         f"There is no configuration {config!r}: no file {as_path}.{did_you_mean(Path(config).stem, names)}"
     )

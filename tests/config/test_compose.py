@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.config.aliases import flatten
-from strop.config.commandline import plain_values
+from strop.config.commandline import parse, plain_values
 from strop.config.compose import _compose, load
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
@@ -350,6 +350,32 @@ def test_the_search_path_of_a_file_is_kept_beside_ours(tmp_path):
         "defaults:\n  - ppo_trainer\n  - size: small\n  - _self_\n"
     )
     assert load("ppo_trainer", config=str(tmp_path / "mine.yaml")).config.data.train_batch_size == 3
+
+
+def test_a_folder_is_added_to_the_built_in_ones(tmp_path):
+    """--config-dir adds a folder behind the others; --config-path is where the file itself is."""
+    own = tmp_path / "it's mine"
+    (own / "experiment").mkdir(parents=True)
+    (own / "experiment" / "small.yaml").write_text("# @package _global_\ndata: {seed: 3}\n")
+    (own / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {seed: 4}\n")
+    (own / "ppo_trainer.yaml").write_text("data: {seed: 5}\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "his.yaml").write_text("defaults: [ppo_trainer, experiment: small, _self_]\n")
+
+    def seed(*words: str) -> int:
+        asked = parse(words)
+        return load("ppo_trainer", asked.overrides, asked.config, asked.search).config.data.seed
+
+    added = f"--config-dir={own}"
+    assert seed(added) == 1 and seed(added, "--config-name", "ppo_trainer") == 1
+    assert seed(added, "+experiment=small") == 3
+    assert seed(added, "--config-name=mine") == 4 and seed(added, "-cn", "mine", "+experiment=small") == 3
+    assert seed("-cd", str(own), f"--config-path={other}", "--config-name=his") == 3
+    with pytest.raises(ConfigError, match=r"--config-dir: there is no folder .*/nowhere"):
+        seed("--config-dir", f"{tmp_path}/nowhere")
+    with pytest.raises(ConfigError, match=r"other has no ppo_trainer\. With --config-dir"):
+        seed("--config-path", str(other), "--config-name", "ppo_trainer")
 
 
 def test_variables_of_the_environment_are_text(tmp_path):
