@@ -165,3 +165,12 @@ def test_files_of_verl_without_a_batch_size():
     loaded = load("ppo_trainer", [*BASE, "data.train_batch_size=0", "async_training.require_batches=4", ON])
     assert loaded.config.data.train_batch_size == 64
     assert any("4 mini-batches" in notice for notice in loaded.notices)
+
+
+def test_the_other_trainer_of_verl_does_not_read_v1():
+    v1 = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.sampler.max_off_policy_threshold=3"]
+    loaded = load("ppo_trainer", [*BASE, *v1, "trainer.use_v1=False"])
+    assert loaded.tree() == load("ppo_trainer", BASE).tree()
+    assert any("trainer.use_v1=False" in notice for notice in loaded.notices)
+    assert load("ppo_trainer", [*BASE, *v1, "trainer.use_v1=True"]).config.trainer.async_training.enable
+    assert load("ppo_trainer", [*BASE, *v1]).config.trainer.async_training.max_policy_age == 3

@@ -25,7 +25,8 @@ def fill_async_lengths(leaves: dict[str, object], written: Mapping[str, object])
         leaves[path] = value
         notices.append(f"{why}: {path}={value}.")
 
-    if written.get("trainer.v1.trainer_mode") == "separate_async" and SYNC_STEPS not in leaves:
+    is_separate = written.get("trainer.v1.trainer_mode") == "separate_async"
+    if is_separate and written.get("trainer.use_v1") is not False and SYNC_STEPS not in leaves:
         fill(SYNC_STEPS, V1_SYNC_STEPS, "verl's default with trainer.v1.trainer_mode=separate_async")
     fully_async = any(name.startswith("async_training.") for name in written)
     mini = leaves.get("actor_rollout_ref.actor.ppo_mini_batch_size")

@@ -9,6 +9,7 @@ from strop.config.aliases.distillation import teacher_section
 from strop.config.aliases.row import Alias
 from strop.config.aliases.table import ALIASES, REFUSED_VALUES, VALUES
 from strop.config.aliases.verl_0_7 import adapter_sections
+from strop.config.aliases.verl_0_10 import without_v1
 from strop.config.typed import ConfigError
 
 
@@ -51,6 +52,8 @@ def translate(
     """
     current: dict[str, object] = {}
     leaves, notices = teacher_section(leaves)
+    leaves, unread = without_v1(leaves)
+    notices += unread
     families: dict[Alias, list[str]] = {}
     renamed: dict[str, tuple[str, object]] = {}
     for path, said in adapter_sections(leaves, overrides).items():

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from strop.config.aliases.row import PPO, SUPERVISED, Alias, under
+from strop.config.aliases.without_effect import notice
 
 ASYNC = "trainer.async_training."
 ROLLOUT = "actor_rollout_ref.rollout."
 GENERATION = ("generation",)
+
+
+def without_v1(leaves: Mapping[str, object]) -> tuple[Mapping[str, object], list[str]]:
+    """The leaves without trainer.v1 if trainer.use_v1 is off, which in verl chooses the trainer that does not
+    read it; and a notice."""
+    unread = [path for path in leaves if path.startswith("trainer.v1.")]
+    if leaves.get("trainer.use_v1") is not False or not unread:
+        return leaves, []
+    kept = {path: value for path, value in leaves.items() if path not in unread}
+    return kept, [notice(unread, "trainer.use_v1=False, where verl does not read trainer.v1")]
 
 
 def _trainer_mode(_: str, mode: object) -> dict[str, object]:

@@ -161,7 +161,7 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     ),
     WithoutEffect("*rollout.limit_images", "the engine takes all images of a prompt"),
     # Asynchronous training.
-    WithoutEffect("trainer.use_v1", "there is one trainer"),
+    WithoutEffect("trainer.use_v1", "there is one trainer; False only turns trainer.v1 off"),
     WithoutEffect("trainer.v1.*.num_warmup_batches", _ASYNC_BOUND),
     WithoutEffect("trainer.v1.sampler.max_off_policy_strategy", _ASYNC_BOUND + "; no response is dropped"),
     WithoutEffect("trainer.v1.sampler.sync_refill_failed_groups", "failed samples are masked and counted"),
