@@ -38,6 +38,7 @@ from strop.rollout.native.cpu.packed_linear import (
     LONG,
     PACKED_LINEAR,
     STEPS,
+    compiled_weights,
     find_frozen,
     refreshed,
 )
@@ -232,8 +233,9 @@ class PackedLinear:
     """Copies of the weights of one model: of frozen ones from the first step on, of all others as soon as
     they pay."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, quantized: QuantizedLayers) -> None:
         self._model = model
+        self._quantized = quantized
         self._steps = 0
         self._decided = False
         self._applied = False
@@ -262,12 +264,13 @@ class PackedLinear:
         if not self._searched:
             self.frozen = find_frozen(self._model)
             self._searched = True
-        if self.frozen and not self._frozen_changes:
+        if (self.frozen or self._quantized.compiled) and not self._frozen_changes:
             self.frozen = refreshed(self.frozen)
             self._frozen_changes = done(
                 SetAttribute(one.layer, "forward", one.forward) for one in self.frozen
             )
-            self._frozen_changes += done(adapted_changes(self._model, self.frozen))
+            compiled = {**self._quantized.compiled, **compiled_weights(self.frozen)}
+            self._frozen_changes += done(adapted_changes(self._model, compiled))
         if self.changes and not self._applied:
             done(self.changes)
             self._applied = True
@@ -310,9 +313,9 @@ class BorrowedModel:
         self._on_change = on_change
         self._users = 0
         self._patches = RolloutPatches(model)
-        self.packed = PackedLinear(model)
         self._quantizes = quantization is not None
         self.quantized = QuantizedLayers(model, quantization)
+        self.packed = PackedLinear(model, self.quantized)
         self._lora = lora
         self._seen: tuple[tuple[int, int], ...] = ()
 

@@ -6,7 +6,7 @@ starting them does, twice for each of the many linear layers of a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,26 +15,22 @@ from torch import Tensor, nn
 from strop.models.changes import Change, SetAttribute
 from strop.models.lora import adapted_layers
 from strop.models.lora_cpu.layers import plain_adapter
-from strop.rollout.native.cpu.few_rows import PackedWeight
-from strop.rollout.native.cpu.few_rows_bf16 import PackedBf16Weight
-from strop.rollout.native.cpu.frozen_weights import FrozenLinear
-from strop.rollout.native.cpu.packed_linear import CompiledLinear
+from strop.models.patches import is_chosen
+from strop.rollout.native.cpu.packed_linear import PACKED_LINEAR
 
 
-def adapted_changes(model: nn.Module, frozen: Iterable[FrozenLinear]) -> Iterator[Change]:
-    """The forwards of LoRA layers over these frozen layers, where their products are compiled."""
-    weights: dict[nn.Module | None, PackedWeight | PackedBf16Weight] = {}
-    for one in frozen:
-        if isinstance(one.forward, CompiledLinear):
-            weights[one.layer] = one.forward.packed_weight
+def adapted_changes(model: nn.Module, weights: Mapping[nn.Module, Any]) -> Iterator[Change]:
+    """The forwards of LoRA layers. `weights`: copies of frozen layers that compiled functions multiply."""
+    if not is_chosen(model, PACKED_LINEAR):
+        return
     for layer in adapted_layers(model):
-        weight = weights.get(getattr(layer, "base_layer", None))
+        weight = weights.get(layer.base_layer)
         if weight is not None and "forward" not in layer.__dict__:
             yield SetAttribute(layer, "forward", _forward(layer, weight))
 
 
 def _forward(layer: Any, weight: Any) -> Callable[..., Tensor]:
-    """`weight`: packed, of either kind; it makes the adapters that it takes."""
+    """`weight`: packed, of any kind; it makes the adapters that it takes."""
     usual = _Usual(layer, weight)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

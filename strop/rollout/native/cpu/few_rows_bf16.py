@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.cpu.compiler import load_library
+from strop.rollout.native.cpu.packed_adapter import PackedAdapter
 
 MOST_ROWS = 256
 """With more rows the product of torch is as fast."""
@@ -67,27 +68,6 @@ def _computes_right(library: ctypes.CDLL) -> bool:
     return True
 
 
-class PackedAdapter:
-    """A packed copy of a LoRA adapter, A [rank, in] and B [out, rank]."""
-
-    def __init__(self, library: ctypes.CDLL, a: Tensor, b: Tensor, scale: float) -> None:
-        self.scale = scale
-        self.rank = len(a)
-        self._library = library
-        self._weights = (a, b)
-        self._versions: tuple[int, ...] = ()
-        self._packed: tuple[Tensor, Tensor]
-
-    def packed(self) -> tuple[Tensor, Tensor]:
-        """A and B as they are now."""
-        versions = tuple(weight._version for weight in self._weights)
-        if versions != self._versions:
-            a, b = (_packed(self._library, weight) for weight in self._weights)
-            self._packed = (a, b)
-            self._versions = versions
-        return self._packed
-
-
 class PackedBf16Weight:
     """A copy of a bf16 weight [out, in] in the layout of few_rows_bf16.c."""
 
@@ -105,7 +85,10 @@ class PackedBf16Weight:
         return states.dtype == torch.bfloat16 and 1 <= states.numel() // self.ins <= MOST_ROWS
 
     def adapter(self, a: Tensor, b: Tensor, scale: float) -> PackedAdapter:
-        return PackedAdapter(self._library, a, b, scale)
+        return PackedAdapter(a, b, scale, self._pack_adapter)
+
+    def _pack_adapter(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return _packed(self._library, a), _packed(self._library, b)
 
     def __call__(self, states: Tensor, bias: Tensor | None, adapter: PackedAdapter | None = None) -> Tensor:
         """states W^T + bias + scale (states A^T) B^T."""

@@ -7,7 +7,10 @@
    with it, in groups of 8 rows. Meanwhile every group fetches its share of the next part.
 
    VNNI multiplies numbers without a sign by numbers with one, so weights are stored plus 128. What that adds
-   to a sum, 128 times the sum of the row, is subtracted at the end. */
+   to a sum, 128 times the sum of the row, is subtracted at the end.
+
+   A LoRA adapter is added in the same call, in float32: low = x A^T is computed before the panels, from rows
+   that are not rounded. Its rank is filled up with zeros to a multiple of CHUNK. */
 
 #include <math.h>
 #include <stddef.h>
@@ -47,10 +50,14 @@ typedef uint16_t number;
 typedef float number;
 #endif
 
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float chunk __attribute__((vector_size(64), aligned(4)));
+
 enum {
     WIDTH = LANES * VECTORS, /* outputs of a panel */
     GROUP = 8,               /* rows of a group */
     FOUR = 4,                /* values in a word */
+    CHUNK = 16,              /* numbers of a chunk */
     DEPTH = 128,             /* words that are summed at a time */
     BLOCK = 256,             /* rows for which the weights are read once */
     LINE = 64,               /* bytes of a cache line */
@@ -113,10 +120,13 @@ static inline void shorten(const number *row, int8_t *values, ptrdiff_t size, fl
 /* Outputs of a panel */
 int strop_width(void) { return WIDTH; }
 
+/* The rank of an adapter is a multiple of this */
+int strop_chunk(void) { return CHUNK; }
+
 /* Words of the scratch memory of a product of so many rows */
-ptrdiff_t strop_scratch_size(ptrdiff_t rows, ptrdiff_t ins, int threads) {
+ptrdiff_t strop_scratch_size(ptrdiff_t rows, ptrdiff_t ins, ptrdiff_t rank, int threads) {
     ptrdiff_t grouped = (rows + GROUP - 1) / GROUP * GROUP;
-    return grouped * (ins / FOUR + 2) + threads * (ins / FOUR);
+    return grouped * (ins / FOUR + 2 + rank) + threads * (ins / FOUR);
 }
 
 /* w [outs][ins] -> the outputs from `first` on of packed [panels][ins / 4][WIDTH], and their scales. ins: a
@@ -158,6 +168,51 @@ static void group_rows(const number *x, uint32_t *grouped, float *scales, int32_
         uint32_t *to = grouped + m / GROUP * GROUP * words + m % GROUP;
         for (ptrdiff_t k = 0; k < words; k++) memcpy(to + k * GROUP, values + k * FOUR, FOUR);
     }
+}
+
+/* low [groups * GROUP][rank] = x A^T, with a = A^T [ins][rank]. Rows behind the last are copies of it. */
+static void multiply_low(const number *x, const float *a, float *low, ptrdiff_t rows, ptrdiff_t ins,
+                         ptrdiff_t rank) {
+#pragma omp for schedule(static) collapse(2)
+    for (ptrdiff_t m = 0; m < rows; m += GROUP)
+        for (ptrdiff_t r = 0; r < rank; r += CHUNK) {
+            const number *row[GROUP];
+            chunk sums[GROUP];
+#pragma GCC unroll 8
+            for (int i = 0; i < GROUP; i++) {
+                row[i] = x + (m + i < rows ? m + i : rows - 1) * ins;
+                sums[i] = (chunk){0};
+            }
+            for (ptrdiff_t k = 0; k < ins; k++) {
+                chunk weights = *(const chunk *)(a + k * rank + r);
+#pragma GCC unroll 8
+                for (int i = 0; i < GROUP; i++) sums[i] += weights * widen(row[i][k]);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < GROUP; i++) *(chunk *)(low + (m + i) * rank + r) = sums[i];
+        }
+}
+
+/* sums [GROUP][WIDTH] = low [GROUP][rank] b [rank][WIDTH] */
+static void multiply_high(const float *low, const float *b, float *sums, ptrdiff_t rank) {
+    vec parts[GROUP][VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < GROUP; i++)
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) parts[i][v] = (vec){0};
+    for (ptrdiff_t r = 0; r < rank; r++) {
+        vec weights[VECTORS];
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) weights[v] = *(const vec *)(b + r * WIDTH + v * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < GROUP; i++)
+#pragma GCC unroll 3
+            for (int v = 0; v < VECTORS; v++) parts[i][v] += weights[v] * low[i * rank + r];
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < GROUP; i++)
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) *(vec *)(sums + i * WIDTH + v * LANES) = parts[i][v];
 }
 
 /* total[rows][WIDTH] += x[depth][GROUP]^T w[depth][WIDTH], in words. With each word of inputs, `lines` cache
@@ -211,19 +266,24 @@ static inline part_function *part_of(ptrdiff_t rows, ptrdiff_t lines) {
     return parts[rows > 4][lines];
 }
 
-/* y [rows][outs] = x W^T + bias, with W packed; bias may be NULL. scratch: strop_scratch_size */
+/* y [rows][outs] = x W^T + bias + low B^T, with W packed, a = A^T [ins][rank], b: B^T times the scale of the
+   adapter, as [panels][rank][WIDTH]. bias may be NULL; rank 0: no adapter. scratch: strop_scratch_size */
 void strop_linear(const number *x, uint32_t *scratch, const uint32_t *packed, const float *scales,
-                  const number *bias, number *y, ptrdiff_t rows, ptrdiff_t ins, ptrdiff_t outs, int threads) {
+                  const number *bias, const float *a, const float *b, ptrdiff_t rank, number *y,
+                  ptrdiff_t rows, ptrdiff_t ins, ptrdiff_t outs, int threads) {
     ptrdiff_t words = ins / FOUR;
     ptrdiff_t all_groups = (rows + GROUP - 1) / GROUP;
     ptrdiff_t panels = (outs + WIDTH - 1) / WIDTH;
     float *row_scales = (float *)(scratch + all_groups * GROUP * words);
     int32_t *added = (int32_t *)row_scales + all_groups * GROUP;
-    int8_t *values = (int8_t *)(added + all_groups * GROUP);
+    float *low = (float *)(added + all_groups * GROUP);
+    int8_t *values = (int8_t *)(low + all_groups * GROUP * rank);
 #pragma omp parallel num_threads(threads)
     {
         group_rows(x, scratch, row_scales, added, values + omp_get_thread_num() * ins, rows, ins);
+        if (rank) multiply_low(x, a, low, rows, ins, rank);
         int32_t total[BLOCK * WIDTH] __attribute__((aligned(64)));
+        float adapter[GROUP * WIDTH] __attribute__((aligned(64))) = {0};
         for (ptrdiff_t begin = 0; begin < rows; begin += BLOCK) {
             ptrdiff_t count = rows - begin < BLOCK ? rows - begin : BLOCK;
             ptrdiff_t groups = (count + GROUP - 1) / GROUP;
@@ -243,12 +303,17 @@ void strop_linear(const number *x, uint32_t *scratch, const uint32_t *packed, co
                 }
                 ptrdiff_t out = panel * WIDTH;
                 ptrdiff_t here = outs - out < WIDTH ? outs - out : WIDTH;
-                for (ptrdiff_t m = 0; m < count; m++)
+                for (ptrdiff_t m = 0; m < count; m++) {
+                    ptrdiff_t row = begin + m;
+                    if (rank && m % GROUP == 0)
+                        multiply_high(low + row * rank, b + out * rank, adapter, rank);
                     for (ptrdiff_t j = 0; j < here; j++) {
-                        int32_t sum = total[m * WIDTH + j] - added[begin + m];
-                        float scaled = (float)sum * row_scales[begin + m] * scales[out + j];
-                        y[(begin + m) * outs + out + j] = nearest(scaled + (bias ? widen(bias[out + j]) : 0));
+                        int32_t sum = total[m * WIDTH + j] - added[row];
+                        float scaled = (float)sum * row_scales[row] * scales[out + j];
+                        float other = (bias ? widen(bias[out + j]) : 0) + adapter[m % GROUP * WIDTH + j];
+                        y[row * outs + out + j] = nearest(scaled + other);
                     }
+                }
             }
         }
     }

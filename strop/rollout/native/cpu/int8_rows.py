@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from strop.cpu.compiler import load_library
+from strop.rollout.native.cpu.packed_adapter import PackedAdapter
 
 _FOUR = 4
 """Inputs are multiplied in fours: their number must be a multiple."""
@@ -33,11 +35,11 @@ def _functions(dtype: torch.dtype) -> ctypes.CDLL | None:
     address = ctypes.c_void_p
     size = ctypes.c_ssize_t
     threads = ctypes.c_int
-    library.strop_scratch_size.argtypes = [size, size, threads]
+    library.strop_scratch_size.argtypes = [size, size, size, threads]
     library.strop_scratch_size.restype = size
     library.strop_pack.argtypes = [*[address] * 4, *[size] * 3, threads]
     library.strop_pack.restype = None
-    library.strop_linear.argtypes = [*[address] * 6, *[size] * 3, threads]
+    library.strop_linear.argtypes = [*[address] * 7, size, address, *[size] * 3, threads]
     library.strop_linear.restype = None
     if not _computes_right(library, dtype):
         return None
@@ -58,11 +60,15 @@ def _computes_right(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     bias = random(72)
     packed = PackedInt8(library, dtype, *weight.shape)
     packed.fill(weight, 0)
+    a, b = random(5, 304) / 304**0.5, random(72, 5) / 5**0.5
+    adapter = packed.adapter(a, b, 0.5)
     error = 0.0
     for rows in (3, 21):
         x = random(rows, 304)
         expected = quantized(x) @ quantized(weight).T + bias.double()
-        error = max(error, ((packed(x, bias) - expected).abs() / expected.abs().clamp(min=1)).max().item())
+        expected += x.double() @ a.double().T @ b.double().T * 0.5
+        found = packed(x, bias, adapter)
+        error = max(error, ((found - expected).abs() / expected.abs().clamp(min=1)).max().item())
     if not error < _LARGEST_ERROR[dtype]:
         _log.warning("int8_rows.c is not used: its products differ by %.1e from those of torch", error)
         return False
@@ -75,6 +81,7 @@ class PackedInt8:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, outs: int, ins: int) -> None:
         """Not filled yet. `dtype`: of the weight and of the states."""
         width = library.strop_width()
+        self._width = width
         self._library = library
         self._dtype = dtype
         self._ins = ins
@@ -97,13 +104,32 @@ class PackedInt8:
             threads,
         )
 
-    def __call__(self, states: Tensor, bias: Tensor | None) -> Tensor:
-        """states [..., ins] times the weight, plus the bias, in the dtype of the states."""
+    def adapter(self, a: Tensor, b: Tensor, scale: float) -> PackedAdapter:
+        """Weights of a LoRA adapter, A [rank, ins] and B [outs, rank], to be added to a product."""
+
+        def pack(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            more = -len(a) % self._library.strop_chunk()
+            high = F.pad(b.float() * scale, (0, more, 0, -len(b) % self._width))
+            low = F.pad(a.float().t(), (0, more))
+            return low.contiguous(), high.view(-1, self._width, len(a) + more).mT.contiguous()
+
+        return PackedAdapter(a, b, scale, pack)
+
+    def __call__(self, states: Tensor, bias: Tensor | None, adapter: PackedAdapter | None = None) -> Tensor:
+        """states [..., ins] times the weight, plus the bias, plus scale (states A^T) B^T, in the dtype of the
+        states. The adapter is not rounded to 8 bits."""
         x = states.to(self._dtype).contiguous()
         rows = x.numel() // self._ins
         out = x.new_empty(*x.shape[:-1], len(self.scales))
+        rank = 0
+        addresses: list[int | None] = [None, None]
+        if adapter is not None:
+            low, high = adapter.packed()
+            rank = low.shape[1]
+            addresses = [low.data_ptr(), high.data_ptr()]
         threads = torch.get_num_threads()
-        scratch = torch.empty(self._library.strop_scratch_size(rows, self._ins, threads), dtype=torch.int32)
+        scratch_size = self._library.strop_scratch_size(rows, self._ins, rank, threads)
+        scratch = torch.empty(scratch_size, dtype=torch.int32)
         if bias is not None:
             bias = bias.detach().to(self._dtype)
         self._library.strop_linear(
@@ -112,6 +138,8 @@ class PackedInt8:
             self.values.data_ptr(),
             self.scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
+            *addresses,
+            rank,
             out.data_ptr(),
             rows,
             self._ins,

@@ -79,6 +79,11 @@ def refreshed(frozen: Iterable[FrozenLinear]) -> list[FrozenLinear]:
     return kept
 
 
+def compiled_weights(frozen: Iterable[FrozenLinear]) -> dict[nn.Module, PackedWeight | PackedBf16Weight]:
+    """Of the copies of frozen layers, those that compiled functions multiply."""
+    return {one.layer: one.forward.packed_weight for one in frozen if isinstance(one.forward, CompiledLinear)}
+
+
 def _is_frozen(layer: nn.Module) -> TypeGuard[nn.Linear]:
     return _worth_it(layer) and not layer.weight.requires_grad
 

@@ -20,7 +20,9 @@ from strop.models.changes import Change, SetAttribute
 from strop.models.lora import base_model
 from strop.models.projections.fused import Forward, FusedProjection
 from strop.models.residual import AddingLinear
+from strop.rollout.native.cpu.frozen_weights import SeenWeight
 from strop.rollout.native.cpu.int8_rows import PackedInt8, packed_int8
+from strop.rollout.native.cpu.packed_adapter import PackedAdapter
 from strop.rollout.native.quantization.formats import (
     INT8,
     Format,
@@ -91,24 +93,36 @@ class CompiledWeight(QuantizedWeight):
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__(INT8, layers)
         self._packed: PackedInt8 | None = None
+        self._seen: list[SeenWeight] = []
 
     def refresh(self) -> None:
         if self._packed is None:
             self._packed = _room(self._layers)
             assert self._packed is not None
             self._values, self._scales = self._packed.values, self._packed.scales
+            self._seen = [SeenWeight() for _ in self._layers]
         start = 0
-        for layer in self._layers:
-            self._packed.fill(layer.weight, start)
+        for layer, seen in zip(self._layers, self._seen):
+            if layer.weight.requires_grad or not seen.is_unchanged(layer.weight):
+                self._packed.fill(layer.weight, start)
+                seen.remember(layer.weight)
             start += layer.out_features
 
     def free(self) -> None:
         super().free()
         self._packed = None
 
-    def __call__(self, states: Tensor, bias: Tensor | None) -> Tensor:
+    def takes(self, states: Tensor, rank: int = 0) -> bool:
+        """Whether it can multiply these states, and add an adapter of this rank."""
+        return states.dtype == self._layers[0].weight.dtype
+
+    def adapter(self, a: Tensor, b: Tensor, scale: float) -> PackedAdapter:
         assert self._packed is not None
-        return self._packed(states, bias)
+        return self._packed.adapter(a, b, scale)
+
+    def __call__(self, states: Tensor, bias: Tensor | None, adapter: PackedAdapter | None = None) -> Tensor:
+        assert self._packed is not None
+        return self._packed(states, bias, adapter)
 
     def add_to(self, stream: Tensor, states: Tensor, bias: Tensor | None, *, in_place: bool) -> Tensor:
         added = self(states, bias)
@@ -163,6 +177,8 @@ class QuantizedLayers:
         self._changes: list[Change] = []
         self._is_current = False
         self._applied = False
+        self.compiled: dict[nn.Module, CompiledWeight] = {}
+        """Copies of plain linear layers that can add an adapter in their product."""
 
     @property
     def num_bytes(self) -> int:
@@ -232,6 +248,8 @@ class QuantizedLayers:
                 weight = _quantized_weight(form, [layer])
                 self._weights.append(weight)
                 self._changes.append(SetAttribute(layer, "forward", _forward(layer, weight)))
+                if isinstance(weight, CompiledWeight) and type(layer) is nn.Linear:
+                    self.compiled[layer] = weight
         self._changes += producers(self._model, form)
         total = sum(weight.numel() for weight in self._model.parameters())
         copied = sum(weight.num_weights for weight in self._weights)
