@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from strop.catalog import ADVANTAGES, ENGINES, POLICY_LOSSES
+from strop.config.hyperparameters import advantage_kwargs
+from strop.config.schema.ppo import PpoConfig
 
 if TYPE_CHECKING:
     from strop.config.schema.actor import ActorConfig
     from strop.config.schema.algorithm import RolloutCorrectionConfig
-    from strop.config.schema.ppo import PpoConfig
     from strop.config.schema.rollout import RolloutConfig
     from strop.config.schema.roots import RootConfig
 
@@ -51,13 +52,14 @@ def needs_old_log_probs(config: PpoConfig, on_policy: bool) -> bool:
     (not with dropout). Rejection and normalised weights need those of the whole batch before."""
     correction = rollout_correction(config)
     weights_before = correction.rollout_is_batch_normalize or config.actor_rollout_ref.model.lora_dropout
+    estimator_reads_weights = advantage_kwargs(config).may_read("rollout_is_weights")
     return (
         not on_policy
         or config.algorithm.use_kl_in_reward
         or config.algorithm.distillation.is_reward
         or uses_engine_log_probs(config)
         or bool(correction.rollout_rs)
-        or bool(correction.rollout_is and weights_before)
+        or bool(correction.rollout_is and (weights_before or estimator_reads_weights))
         or bool({"old_log_probs", "sum_pi_squared", "entropy"} & set(estimator_needs(config)))
     )
 
@@ -374,8 +376,6 @@ class DevicePool(Protocol):
 
 def resource_pools(config: RootConfig) -> dict[str, DevicePool]:
     """Role -> section, for each role that has its own machines."""
-    from strop.config.schema.ppo import PpoConfig
-
     if not isinstance(config, PpoConfig):
         return {}
     found: dict[str, DevicePool] = {}

@@ -182,9 +182,12 @@ class KeywordArguments:
                 found.append(parameter)
         return found
 
-    def is_passed(self, name: str) -> bool:
-        """Whether the function takes this argument."""
-        return name in inspect.signature(self.entry.load()).parameters
+    def may_read(self, name: str) -> bool:
+        """Whether the function takes this argument. Of a built-in one, which is not imported for this, the
+        facts say what it needs."""
+        if self.entry.source == "built-in":
+            return False
+        return self._takes_any_name() or name in inspect.signature(self.entry.load()).parameters
 
     def _takes_any_name(self) -> bool:
         parameters = inspect.signature(self.entry.load()).parameters.values()

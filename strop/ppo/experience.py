@@ -91,17 +91,15 @@ class ExperienceFacts:
         score_baseline = None
         if rules.group_baseline == "before the KL":
             score_baseline = entry.facts["score_baseline"]
-        correction = rollout_correction(config)
-        weighted = bool(correction.rollout_is) and advantage_kwargs(config).is_passed("rollout_is_weights")
         return ExperienceFacts(
-            needs_old_log_probs=weighted or needs_old_log_probs(config, on_policy),
+            needs_old_log_probs=needs_old_log_probs(config, on_policy),
             old_from_engine=uses_engine_log_probs(config),
             needs_sum_pi_squared=actor.calculate_sum_pi_squared
             or "sum_pi_squared" in estimator_needs(config),
             needs_entropy="entropy" in estimator_needs(config),
             records_experts=actor.router_replay.mode == "R2",
             has_task_reward=has_task_reward(config),
-            correction=correction,
+            correction=rollout_correction(config),
             estimator=entry.load(),
             estimator_kwargs=advantage_kwargs(config).converted(),
             min_group=entry.facts["min_group"],

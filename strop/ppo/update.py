@@ -197,7 +197,8 @@ class ActorUpdate:
         rollout_weights = micro.rollout_weights
         if old_log_probs is None:
             old_log_probs = log_probs.detach()
-            rollout_weights = self._weights(old_log_probs, micro)
+            if rollout_weights is None:
+                rollout_weights = self._weights(old_log_probs, micro)
         found = policy_loss(
             self.policy_loss,
             log_probs=log_probs,
@@ -268,7 +269,8 @@ class ActorUpdate:
         kept = batch.select((found >= 0).nonzero().flatten())
         log_probs = known.log_probs[found[found >= 0], : kept.mask.shape[1]]
         metrics = rollout_drift(kept, log_probs)
-        if not metrics or not self.correction.rollout_is or batch.old_log_probs is not None:
+        known_before = batch.old_log_probs is not None or batch.rollout_weights is not None
+        if not metrics or not self.correction.rollout_is or known_before:
             return metrics
         assert kept.rollout_log_probs is not None
         correction = correct_rollout(

@@ -222,6 +222,28 @@ def test_losses_by_name_are_their_formulas(task: Path) -> None:
         policy.drop_gradients()
 
 
+@pytest.mark.parametrize(
+    "keys", [{}, {"actor_rollout_ref.rollout.quantization": "int8"}], ids=["plain", "int8"]
+)
+def test_weights_of_a_batch_are_those_of_its_loss(task: Path, keys: dict[str, object]) -> None:
+    """Without them, samples of quantised weights are weighted as in training."""
+    with make(task, skip_zero_advantages=False, **keys) as policy:
+        batch = policy.batch(rows(policy))
+        assert batch.advantages is not None and batch.rollout_log_probs is not None
+        log_probs = policy.forward(batch, "cross_entropy").log_probs
+        gap = (
+            torch.cat([row for row in log_probs if row is not None]) - batch.rollout_log_probs[batch.mask > 0]
+        )
+        expected = -(batch.advantages[batch.mask > 0] * (gap.exp() if keys else 1)).sum()
+        default = policy.forward_backward(batch, "vanilla", aggregation="token-sum")
+        assert default.loss == pytest.approx(float(expected), abs=1e-4)
+        own = batch.replace(rollout_weights=3 * torch.ones_like(batch.advantages))
+        tripled = policy.forward_backward(own, "vanilla", aggregation="token-sum")
+        assert tripled.loss == pytest.approx(-3 * float((batch.advantages * batch.mask).sum()), abs=1e-4)
+        assert ("rollout_corr/rollout_is_mean" in default.metrics) == bool(keys)
+        assert "rollout_corr/rollout_is_mean" not in tripled.metrics
+
+
 @pytest.mark.parametrize("micro", [1, 5, 100])
 def test_an_own_loss_sees_the_whole_batch_whatever_the_micro_batches(task: Path, micro: int) -> None:
     with make(task, ppo_micro_batch_size_per_gpu=micro, skip_zero_advantages=False) as policy:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from strop.config.compose import load
+from strop.config.derived import needs_old_log_probs
 from strop.ppo import experience
 from strop.ppo.experience import ExperienceFacts
 from tests.ppo.runs import run, same, weights
@@ -17,15 +18,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return solution_str.count("7") / 4 + len(solution_str) / 100
 """
 PLUGIN = """
-import torch
 from strop.catalog import ADVANTAGES
-from strop.algorithms.advantages.base import AdvantageResult
 
 @ADVANTAGES.register("heavier")
-def heavier(*, rewards, mask, rollout_is_weights=None):
-    assert rollout_is_weights is not None
-    advantages = rewards.sum(-1, keepdim=True) * mask * rollout_is_weights
-    return AdvantageResult(advantages, advantages)
+def heavier(*, rewards, mask, TAKEN):
+    return rewards.sum(-1, keepdim=True) * mask * WEIGHTS
 """
 
 
@@ -121,8 +118,14 @@ def test_rejection_and_dropout_need_one_too(quantised):
     assert needs("algorithm.use_kl_in_reward=true")
 
 
-def test_an_estimator_of_a_plugin_gets_the_weights(quantised, tmp_path, monkeypatch):
-    (tmp_path / "heavier_estimator.py").write_text(PLUGIN)
+@pytest.mark.parametrize(
+    ("taken", "weights"),
+    [("rollout_is_weights=None", "rollout_is_weights"), ("**given", 'given["rollout_is_weights"]')],
+)
+def test_an_estimator_of_a_plugin_gets_the_weights(quantised, tmp_path, monkeypatch, taken, weights):
+    """Checks and planner know of the pass for it."""
+    code = PLUGIN.replace("TAKEN", taken).replace("WEIGHTS", weights)
+    (tmp_path / "heavier_estimator.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     plugin = ["plugins=[heavier_estimator]", "algorithm.adv_estimator=heavier", "trainer.save_freq=-1"]
     try:
@@ -130,3 +133,6 @@ def test_an_estimator_of_a_plugin_gets_the_weights(quantised, tmp_path, monkeypa
     finally:
         sys.modules.pop("heavier_estimator", None)
     assert "timing_s/old_log_prob" in steps[2] and steps[2]["actor/grad_norm"] > 0
+    config = load("ppo_trainer", [*quantised, *plugin]).config
+    assert needs_old_log_probs(config, True)
+    assert not needs_old_log_probs(load("ppo_trainer", quantised).config, True)
