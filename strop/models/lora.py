@@ -158,12 +158,15 @@ def _special_linears(model: nn.Module) -> list[str]:
     return [name for name, part in linears if type(part) in kinds]
 
 
+@torch.no_grad()
 def _is_product(kind: type[nn.Linear]) -> bool:
     if kind.forward in (nn.Linear.forward, Nf4Linear.forward):
         return True
     states = torch.ones(1, 2)
     try:
-        probe = kind(2, 3)
+        probe = kind(2, 3).to_empty(device="cpu")  # ranks make adapters on the meta device
+        for weight in probe.parameters():
+            weight.copy_(torch.arange(weight.numel()).view_as(weight))
         return torch.equal(probe(states), nn.Linear.forward(probe, states))
     except (TypeError, AttributeError, RuntimeError):  # it is made of other arguments, or returns no tensor
         return False

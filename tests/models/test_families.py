@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.config.schema.model import ModelConfig
-from strop.models.build import build_policy, persistent_buffers
+from strop.models.build import build_policy, meta_init, persistent_buffers
 from strop.models.forward import response_outputs
 from strop.models.heads import load_scalar_model, new_scalar_model
 from strop.models.layouts.small_model import small_config, small_model
@@ -154,9 +156,14 @@ def test_adapters_of_all_linear_modules_leave_out_those_that_are_no_product(fami
     log_probs.sum().backward()
 
 
-def test_adapters_of_all_linear_modules_of_falcon_have_all_of_them() -> None:
+@pytest.mark.parametrize("build", [nullcontext, meta_init], ids=["alone", "ranks"])
+def test_adapters_of_all_linear_modules_of_falcon_have_all_of_them(
+    build: Callable[[], AbstractContextManager[None]],
+) -> None:
     """Its linear modules are of a class of their own, which computes a product."""
-    adapted = add_adapters(small_family("falcon"), rank=2, alpha=4)
+    model = small_family("falcon")
+    with build():
+        adapted = add_adapters(model, rank=2, alpha=4)
     assert len(adapted_layers(adapted)) == 4 * adapted.config.num_hidden_layers
 
 
