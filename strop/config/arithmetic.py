@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from strop.config.schema.roots import AnySupervisedConfig
     from strop.config.schema.trainer import TrainerConfig
 
+QUANTIZED = "8 bits"
+"""The precision of an engine with 8-bit weights or an 8-bit KV cache."""
 DERIVED_MICRO_BATCH = 8
 """Sequences per forward when a configuration names none: small enough for memory, large enough to keep a
 device busy."""
@@ -166,7 +168,7 @@ def plan_ppo(config: PpoConfig, rows: int | None = None, role: str = "actor") ->
 
 def sampling_precision(config: PpoConfig) -> str:
     """The precision that bounds how far the engine's log-probs are from the trainer's."""
-    return "8 bits" if quantized_parts(config) else training_dtype(config.actor_rollout_ref.actor)
+    return QUANTIZED if quantized_parts(config) else training_dtype(config.actor_rollout_ref.actor)
 
 
 def _quantization(config: PpoConfig) -> tuple[str, str] | None:

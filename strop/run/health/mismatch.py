@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from statistics import median
 
+from strop.config.arithmetic import QUANTIZED
 from strop.run.health.history import LAST, History, RuleFinding
 
 MISMATCH_LIMIT = 0.01
 """Mean difference of probabilities between engine and trainer; rounding of bfloat16 stays below 0.005."""
-QUANTIZED = "8 bits"
 QUANTIZED_FACTOR = 3
 """With weights or a KV cache of 8 bits, that of a 0.5B model is 0.012; importance weights correct for it."""
 MISMATCH_PER_UPDATE = 0.1
