@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strop.rewards.rules import (
+    code,
+    geo3k,
+    gsm8k,
+    math_boxed,
+    math_dapo,
+    math_symbolic,
+    multiple_choice,
+    search_qa,
+)
 from strop.rewards.rules import format as shape
-from strop.rewards.rules import geo3k, gsm8k, math_boxed, math_dapo, math_symbolic, multiple_choice, search_qa
 from strop.rewards.rules.extract import last_box, to_number
 
 # Pieces that real answers are made of, so that random text reaches the interesting branches.
@@ -110,6 +119,7 @@ def test_long_floods_take_no_time(flood: str) -> None:
     math_dapo.compute_score(text, "1")
     search_qa.compute_score(text, "1")
     multiple_choice.compute_score(text, "A")
+    code.extract_program("```" + text)
     shape.compute_score(text)
     shape.think_boxed_format("<think>" + text)
     assert time.thread_time() - start < 3.0

@@ -32,7 +32,7 @@ from strop.rewards.sandbox.remote import run_remote_tests
 logger = logging.getLogger(__name__)
 MAX_TESTS = 10  # as in verl
 MAX_SHOWN = 200  # characters of a wrong ground truth in an error message
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*```[ \t]*+([\w+#.-]*+)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON_FENCE = re.compile(r"(?i)```[ \t]*(?:python|py)3?(?![\w+#.-])[^\n`]*\n")
 """It may stand behind text, as in `<answer>```python`."""
 _CLOSING_FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
