@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Sequence
 
 from strop.rewards.rules.extract import last_box
 from strop.rewards.rules.search_qa import extract_answer as last_answer_tag
 
 TAIL = 300
+STATED_TAIL = 2000
+"""An explanation may follow behind a statement, where single letters say little."""
 LETTERS = "ABCDEFGHIJ"
-_IS = r"(?i:\s{0,5}(?:is\s{0,5}:?|[:：]))"
-_LETTER = (
-    r"(?:[\s*_(\[{\"'$]|(?i:option|choice)\b|\\(?:text|textbf|mathrm|mathbf)\b){0,10}"
-    r"([A-Z])(?![A-Za-z]|'[a-z])"
-    r"(\s{0,3}(?:/|(?i:or)\b)\s{0,3}\(?[A-HJ-Z](?![A-Za-z']))?"
+_IS = (
+    r"(?i:\s{0,5}(?:is(?: [a-z]{1,20}ly| therefore| thus| indeed)?\s{0,5}:?|(?:would|should|must|will) be"
+    r"|:|是|为))"
 )
-_STATED = re.compile(rf"(?:(?i:answer){_IS}?|(?i:choice|option){_IS}){_LETTER}")
-_MENTIONED = re.compile(rf"(?i:choice|option){_LETTER}")
-_ALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])[*_$\]}\"']{0,4}(?:[).:。]|(?=\s*$))()")
-_SEVERAL = re.compile(r"(?:[A-Z][)\]\"']?(?:\s*[,;/&]\s*|\s+)(?:(?i:and|or)\s+)?[(\[\"']?)+[A-Z][)\]\"'.]*")
+_OPENING = r"(?:[\s_(\[\"'<]|(?i:option|choice|either|both)\b){0,10}"
+_CLOSING = r"[)\]\"'_>]{0,3}"
+# Behind A and I an English word shows that they are an article and a pronoun; small letters may be words.
+_ONE = (
+    r"(?:[B-HJ-Z]|[AI](?!\s{1,3}(?!(?:and|as|because|but|for|is|not|or|rather|since|which|with)\b)[a-z])"
+    r"|(?<=\()[a-z](?=\))|[a-z](?=[.)]?\s*(?:\n|\Z)))(?![A-Za-z0-9]|['-][A-Za-z0-9]|\s?[=^])"
+)
+_ANOTHER = rf"(?: {{0,3}}(?:[/&+,]|,? ?(?i:or|and)\b) {{0,3}}| )[(\[\"']?[A-HJ-Z]{_CLOSING}(?![A-Za-z'])"
+_MORE = rf"{_CLOSING}((?= {{0,3}}(?:/|(?i:or)\b)){_ANOTHER}|(?:{_ANOTHER}){{1,9}}(?= {{0,3}}(?:[.;\n]|\Z)))?"
+_STATED = (
+    re.compile(
+        rf"(?:(?:(?i:answer)(?:{_IS}|(?!\s{{0,5}}(?i:choice|option)))|(?i:choice|option){_IS})"
+        rf"|(?:答案|选择|故选){_IS}?){_OPENING}({_ONE}){_MORE}"
+    ),
+    re.compile(rf"\b({_ONE}){_CLOSING} is (?:the )?(?:most |best )?(?:correct|right|best|answer)\b()"),
+    re.compile(rf"(?:\A|\n)[\s_(\[\"']{{0,5}}([A-Z]){_CLOSING}[.:]?()\s*\Z"),  # a last line of its own
+)
+_MENTIONED = (re.compile(rf"(?i:choice|option){_OPENING}({_ONE}){_MORE}"),)
+_ALONE = (re.compile(r"(?<![A-Za-z'])\(?([A-Z])[_\]\"']{0,4}(?:[).:。]|(?=\s*$))()"),)
+_SEVERAL = re.compile(r"(?:[A-Z][)\]\"'.]?(?:\s*[,;/&+]\s*|\s+)(?:(?i:and|or)\s+)?[(\[\"']?)+[A-Z][)\]\"'.]*")
 """Nothing but letters, as in `A, B` or `A) or (B)`."""
 
 
@@ -26,10 +44,12 @@ def extract_choice(solution_str: str, *, letters: str = LETTERS) -> str | None:
     """Return the letter in the last box or <answer> tag, else the last stated one, else the last option that
     is mentioned, else the last letter that stands alone. None if the answer is several letters.
 
-    A stated letter is one as in "the answer is C"; "option C is wrong" only mentions one.
+    A stated letter is one as in "the answer is C", "C is correct", or in a last line of its own; "option C is
+    wrong" only mentions one. Text up to a last `</think>` does not answer.
     """
-    box = last_box(solution_str)
-    for marked in (box and box.content, last_answer_tag(solution_str)):
+    answer = unicodedata.normalize("NFKC", solution_str.rpartition("</think>")[2])
+    box = last_box(answer)
+    for marked in (box and box.content, last_answer_tag(answer)):
         if marked is not None:
             bare = _bare(marked)
             if _SEVERAL.fullmatch(bare):
@@ -37,13 +57,20 @@ def extract_choice(solution_str: str, *, letters: str = LETTERS) -> str | None:
             letter = _only_letter(bare, letters)
             if letter:
                 return letter
-    tail = solution_str[-TAIL:]
-    for pattern in (_STATED, _MENTIONED, _ALONE):
-        found: list[tuple[str, str]] = [match for match in pattern.findall(tail) if match[0] in letters]
+    tail = _plain(answer[-STATED_TAIL:])
+    if _SEVERAL.fullmatch(tail.strip()):
+        return None
+    for patterns, text in ((_STATED, tail), (_MENTIONED, tail[-TAIL:]), (_ALONE, tail[-TAIL:])):
+        found = _last_match(patterns, text, letters)
         if found:
-            letter, alternative = found[-1]
-            return None if alternative else letter
+            return None if found[2] else found[1].upper()
     return None
+
+
+def _last_match(patterns: Sequence[re.Pattern[str]], text: str, letters: str) -> re.Match[str] | None:
+    """Return the match that ends last, of those of one of the letters."""
+    found = [match for pattern in patterns for match in pattern.finditer(text)]
+    return max((match for match in found if match[1].upper() in letters), key=re.Match.end, default=None)
 
 
 def compute_score(
@@ -82,7 +109,12 @@ def _true_letter(ground_truth: object, letters: str) -> str:
 
 def _bare(text: str) -> str:
     """Return the text without fonts, math mode and opening brackets."""
-    return re.sub(r"\\(?:text|textbf|mathrm|mathbf)\b|[{}$*\\]", "", text).strip().lstrip("([\"' ")
+    return _plain(text).strip().lstrip("([\"' ")
+
+
+def _plain(text: str) -> str:
+    """Return the text without fonts and math mode."""
+    return re.sub(r"\\(?:text|textbf|mathrm|mathbf)\b|[{}$*`\\]", "", text)
 
 
 def _only_letter(bare: str, letters: str) -> str | None:
