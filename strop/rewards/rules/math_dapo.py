@@ -114,8 +114,8 @@ def _answer_line(tail: str, strict_box_verify: bool) -> str | None:
     """Return what the last "Answer:" line says, without a box around it."""
     lines: list[str] = []
     if not strict_box_verify:
-        lines = _ANSWER.findall(tail)
-    if not lines:
+        lines = _ANSWER.findall(tail.replace("：", ":"))
+    if not lines or not lines[-1].strip(" $\\[*_"):  # a formula below begins with $$ or \[
         return None
     line = _CLOSING_WORDS.sub("", lines[-1]).strip(" *_")
     box = last_box(line)

@@ -54,6 +54,10 @@ _MATRIX = re.compile(
 )
 _NOT_LETTERS = re.compile(r"[\W_]+")
 _MINUTES = re.compile("0[0-9]")
+_FUNCTION_NAME = re.compile(
+    r"[a-zA-Z]'*\([a-zA-Z](?:,[a-zA-Z])*\)|[fghFGHP](?:'*|\^\{?-1\}?)\((?:[fgh]\(){0,3}-?[0-9.]+\)+"
+    r"|d\w/d\w|\\frac\{d\w\}\{d\w\}|[a-zA-Z]+(?::[a-zA-Z]+)+"
+)
 
 
 @lru_cache(maxsize=8192)
@@ -220,7 +224,8 @@ def _equation(sides: list[list[Token]]) -> Answer:
 
 
 def _name(tokens: list[Token]) -> str | None:
-    """Return the name on the left of an equation: a variable, f(x), (x, y) or words; None for others."""
+    """Return the name on the left of an equation: a variable, f(x), f(f(2)), dy/dx, a:b, (x, y), words; else
+    None."""
     if all(token.kind == "word" for token in tokens):
         return " ".join(token.text.lower() for token in tokens)
     if any(token.kind not in ("letter", "sign", "number", "command") for token in tokens):
@@ -228,7 +233,7 @@ def _name(tokens: list[Token]) -> str | None:
     text = "".join(token.text for token in tokens)
     if re.fullmatch(r"\(\w(?:_\{?\w\}?)?(?:,\w(?:_\{?\w\}?)?)+\)", text):
         return text
-    if re.fullmatch(r"[a-zA-Z]'*\([a-zA-Z](?:,[a-zA-Z])*\)|[fghFGHP]'*\(-?[0-9.]+\)", text):
+    if _FUNCTION_NAME.fullmatch(text):
         return text
     try:
         node = parse_expression(tokens)

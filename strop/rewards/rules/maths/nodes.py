@@ -75,7 +75,8 @@ def operators(node: Node) -> set[str]:
 
 
 def has_only_symbols(node: Node) -> bool:
-    """Whether the expression is made of symbols, without numbers: m + n, or the length |AB|."""
+    """Whether the expression is made of symbols, without numbers: m + n, the length |AB|, or sin A."""
     if isinstance(node, Apply):
-        return node.operator in ("+", "-", "*", "/", "abs") and all(map(has_only_symbols, node.arguments))
+        named = node.operator in ("+", "-", "*", "/", "abs", "sin", "cos", "tan", "cot", "sec", "csc")
+        return named and all(map(has_only_symbols, node.arguments))
     return isinstance(node, Symbol)

@@ -84,10 +84,13 @@ def has_variables(quantity: Quantity) -> bool:
 
 
 def stated_number(left: Quantity, right: Quantity) -> Quantity | None:
-    """Return 5 of m + n = 5: the number on the right, if the left names what is asked for. x + 1 = 5 is an
-    equation to be solved."""
-    if has_only_symbols(left.node) and not has_variables(right):
-        return right
+    """Return 5 of m + n = 5 and of 5 = m + n: the number, if the other side names what is asked for.
+
+    x + 1 = 5 is an equation to be solved; 10a + b = 5, in two variables, is none.
+    """
+    for named, number in ((left, right), (right, left)):
+        if not has_variables(number) and (len(variables(named.node)) > 1 or has_only_symbols(named.node)):
+            return number
     return None
 
 

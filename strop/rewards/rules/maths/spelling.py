@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from strop.rewards.rules.extract import closing_brace
+
 _SIGNS = {
     **dict.fromkeys("−–—‐‑﹣－", "-"),
     **dict.fromkeys("×·⋅∙∗✕", "\\cdot "),
@@ -12,6 +14,8 @@ _SIGNS = {
     **dict.fromkeys("\u200b\u2060\ufeff", ""),
     **dict.fromkeys("’′", "'"),
     **dict.fromkeys("“”", '"'),
+    "。": ".",
+    "、": ",",
     **{wide: chr(ord(wide) - 0xFEE0) for wide in "０１２３４５６７８９（），．：；＝＜＞％＋／［］｛｝｜＄"},
     "÷": "\\div ",
     "√": "\\sqrt ",
@@ -89,6 +93,7 @@ _SYNONYMS = {
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z{}$%,!])")
 _BOXED = re.compile(r"\\boxed ?\{(.*)\}", re.DOTALL)
+_BOXED_SIDE = re.compile(r"(?:^|(?<=[=,])) ?\\boxed(?= ?\{)")
 _SPACES = re.compile(r" {2,}")
 _MARKDOWN = re.compile(r"^([*_`]{1,3})(.*[^*_`])\1$")
 _HSPACE = re.compile(r"\\(?:hspace|vspace|phantom|hphantom)\*?\{[^{}]*\}")
@@ -117,10 +122,10 @@ def clean(text: str) -> str:
         text = _commands(text)
     text = _dollars(text)
     boxed = _BOXED.fullmatch(text.strip())
-    if boxed:
+    if boxed and closing_brace(boxed[0], boxed.start(1) - 1) == boxed.end() - 1:
         text = boxed[1]
     text = text.replace("{,}", ",").replace("~", " ").replace("**", "^").replace('"', "")
-    text = _ANNOUNCED.sub("", _SPACES.sub(" ", text).strip()).strip()
+    text = _BOXED_SIDE.sub("", _ANNOUNCED.sub("", _SPACES.sub(" ", text).strip())).strip()
     if not text.endswith(".."):
         text = text.removesuffix(".")
     return text.strip()

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from strop.rewards.rules.maths.nodes import Unreadable
+from strop.rewards.rules.maths.units import MULTIPLIERS
 
 MAX_TOKENS = 400
 FUNCTION_NAMES = (
@@ -173,6 +174,10 @@ def _after_number(tokens: list[Token]) -> bool:
 def _cut_letters(run: str, tokens: list[Token], spaced: bool, in_text: bool) -> None:
     """Add a run of letters: a word, the name of a function, or a product of variables."""
     lower = run.lower()
+    if "\u3040" <= run[0] <= "\ud7ff":  # Chinese, Japanese, Korean: 18万元
+        parts = (run[0], run[1:]) if run[0] in MULTIPLIERS and _after_number(tokens) else (run,)
+        tokens.extend(Token("word", part, spaced) for part in parts if part)
+        return
     if run in PLAIN_COMMANDS and not (run in ("cup", "cap") and _is_measured(tokens, in_text)):
         name = "\\infty" if run == "infinity" else "\\" + run
         tokens.append(Token("command", name, spaced))

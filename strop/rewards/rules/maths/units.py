@@ -12,6 +12,7 @@ _PARTS = {
 MULTIPLIERS: dict[str, int | Fraction] = {
     **{"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12},
     **{"dozen": 12, "hundreds": 10**2, "thousands": 10**3, "millions": 10**6, "billions": 10**9},
+    **{"lakh": 10**5, "lakhs": 10**5, "crore": 10**7, "crores": 10**7, "万": 10**4, "亿": 10**8},
     **{name: Fraction(1, parts) for name, parts in _PARTS.items()},
 }
 NUMBER_WORDS = {
@@ -49,6 +50,9 @@ NOT_UNITS = {
         "versus",
         "vs",
         "remainder",
+        "分之一",
+        "以上",
+        "以下",
     ),
 }
 """Words behind a number that change its meaning."""
