@@ -254,9 +254,8 @@ class EndpointServer:
                 raise session.after_end()
             if sampling.done():
                 error = sampling.exception()
-                if error is not None and not isinstance(
-                    error, ApiRefusal
-                ):  # of the engine: the episode fails
+                if error is not None and not isinstance(error, ApiRefusal):
+                    # Of the engine: the episode fails.
                     said = f"No answer was sampled: {type(error).__name__}: {error}"
                     raise ApiRefusal(500, said, code="server_error") from error
                 return sampling.result()
