@@ -49,6 +49,7 @@ def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> ConfigArgum
     """`key=value` overrides, `--config-name`, `--config-path`, one YAML file by its path, and the named
     switches."""
     asked = ConfigArguments()
+    more: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -59,7 +60,7 @@ def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> ConfigArgum
                     raise ConfigError(f"{name} needs a value.")
                 value = rest.pop(0)
             if name in _MORE_FOLDERS:
-                asked.overrides.append(_also_search(name, value))
+                more.append(_place(name, value))
             else:
                 setattr(asked, _OPTIONS[name], value)
         elif word in ("--help", "-h"):
@@ -75,16 +76,23 @@ def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> ConfigArgum
             asked.config = word
         else:
             asked.overrides.append(word)
+    if more:
+        if any(text.lstrip("+").startswith(SEARCH_PATH) for text in asked.overrides):
+            raise ConfigError(
+                f"--config-dir and {SEARCH_PATH} are one setting. Write all folders into the latter, as "
+                f"{SEARCH_PATH}[file:///one,file:///two]."
+            )
+        asked.overrides.append(f"{SEARCH_PATH}[{','.join(more)}]")  # Hydra reads the first such override
     return asked
 
 
-def _also_search(option: str, value: str) -> str:
-    """The override that makes Hydra look in one more folder, behind those that it knows."""
+def _place(option: str, value: str) -> str:
+    """A folder as Hydra's search path names it."""
     folder = Path(value).expanduser().resolve()
     if not folder.is_dir():
         raise ConfigError(f"{option}: there is no folder {folder}.")
     quote = '"' if "'" in str(folder) else "'"
-    return f"{SEARCH_PATH}[{quote}file://{folder}{quote}]"
+    return f"{quote}file://{folder}{quote}"
 
 
 def searched_folders(overrides: Sequence[str]) -> list[Path]:

@@ -362,6 +362,8 @@ def test_a_folder_is_added_to_the_built_in_ones(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "his.yaml").write_text("defaults: [ppo_trainer, experiment: small, _self_]\n")
+    (other / "experiment").mkdir()
+    (other / "experiment" / "large.yaml").write_text("# @package _global_\ndata: {seed: 6}\n")
 
     def seed(*words: str) -> int:
         asked = parse(words)
@@ -372,6 +374,10 @@ def test_a_folder_is_added_to_the_built_in_ones(tmp_path):
     assert seed(added, "+experiment=small") == 3
     assert seed(added, "--config-name=mine") == 4 and seed(added, "-cn", "mine", "+experiment=small") == 3
     assert seed("-cd", str(own), f"--config-path={other}", "--config-name=his") == 3
+    assert seed(added, "-cd", str(other), "+experiment=large") == 6
+    assert seed(added, "-cd", str(other), "+experiment=small") == 3
+    with pytest.raises(ConfigError, match=r"--config-dir and hydra.searchpath= are one setting"):
+        seed(added, f"hydra.searchpath=[file://{other}]")
     with pytest.raises(ConfigError, match=r"--config-dir: there is no folder .*/nowhere"):
         seed("--config-dir", f"{tmp_path}/nowhere")
     with pytest.raises(ConfigError, match=r"other has no ppo_trainer\. With --config-dir"):
