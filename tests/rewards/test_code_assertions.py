@@ -388,6 +388,11 @@ def test_a_server_gives_the_verdict_of_the_local_sandbox(value: str, expected: s
         assert run_script(program, {"assertions": test}).returned is right
 
 
+def test_a_program_on_a_server_may_use_names_of_builtins() -> None:
+    program = "dict = {}\nlist = [1]\nmap = isinstance = None\ndef f(x): return [x, {x: x}]"
+    assert run_script(program, {"assertions": "assert f(1) == [1, {1: 1}]"}).returned
+
+
 def test_a_server_returns_numbers_of_numpy() -> None:
     program = "import numpy\ndef f(x): return [numpy.int64(x), numpy.array([x])]"
     assert run_script(program, {"function": "f", "arguments": [1]}).value == [1, [1]]

@@ -148,15 +148,15 @@ def _call(node: ast.expr) -> str:
     return ast.unparse(node)
 
 
-_PLAIN = """
-def NAME(value):
+_PLAIN = """\
+def plain(value):
     if isinstance(value, dict):
-        return {NAME(key): NAME(item) for key, item in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     for kind in (list, tuple, set):
         if isinstance(value, kind):
-            return kind(map(NAME, value))
+            return kind(map(plain, value))
     if isinstance(value, frozenset):
-        return set(map(NAME, value))
+        return set(map(plain, value))
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return value.item()
     if type(value).__module__ in ("decimal", "fractions") and value == float(value):
@@ -169,8 +169,8 @@ def NAME(value):
 def values_script(assertions: Sequence[LiteralAssertion], marker: str) -> str:
     """Return lines that print the values of the calls, as a literal on a line after `marker`."""
     calls = ", ".join(assertion.call for assertion in assertions)
-    name = f"plain_{marker}"  # no program has it
-    return f"{_PLAIN.replace('NAME', name)}print('\\n{marker}' + repr({name}([{calls}])))"
+    own = f"names_{marker}"  # no program has it; in its own names, `list` and `map` may be other things
+    return f"{own} = {{}}\nexec({_PLAIN!r}, {own})\nprint('\\n{marker}' + repr({own}['plain']([{calls}])))"
 
 
 def all_hold(assertions: Sequence[LiteralAssertion], printed: str) -> bool:
