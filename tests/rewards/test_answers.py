@@ -161,6 +161,10 @@ def test_known_mistakes(accepts: Callable[[str, str], bool], answer: str, truth:
         ("18分之一", "18", False),
         ("1、2", "1,2", True),
         ("3 lakh", "3", False),
+        ("(A) and so on", "A", True),
+        ("(A) or (B)", "A", False),
+        ("(A), (B), (C)", "A", False),
+        ("A. B.", "A", False),
     ],
 )
 def test_words_units_and_sets(answer: str, truth: str, right: bool) -> None:
@@ -190,6 +194,10 @@ def test_words_units_and_sets(answer: str, truth: str, right: bool) -> None:
         (r"\boxed{4}\boxed{5}", "20", False),
         ("a^2+b^2=24", "25", False),
         ("5 = x+1", "5", False),
+        ("[ABC] = 5", "5", True),
+        ("E[X] = 5", "5", True),
+        ("4 because 2+3=5", "5", False),
+        (r"\frac{1}{2} because 2+3=5", "5", False),
         ("2^n=8", "8", False),
         ("m+n=6", "5", False),
         ("x+1=6", "6", False),  # x is 5

@@ -228,6 +228,8 @@ def test_search_qa() -> None:
         score("<answer></answer>", ["A", "Alpha"]) == score("<answer>y</answer>", ["A"], match="exact") == 0.0
     )
     assert score("<answer>y</answer>", ["A", "Alpha"], match="substring") == 0.0
+    assert score("<answer></answer>", ["A"]) == score("<answer>y</answer>", ["A"], match="substring") == 0.0
+    assert score("<answer>a</answer>", ["A"]) == score("<answer>+</answer>", ["+"], match="substring") == 1.0
     assert score("<answer>None</answer>", {"target": ["x", None]}) == 0.0
     for text in ("<answer>x</answer>", "x"):
         with pytest.raises(ValueError, match="accepts no answer: its list is empty"):
@@ -343,6 +345,14 @@ def test_symbolic_equality(pred: str, truth: str, match: str) -> None:
 
 def test_symbolic_answers_without_a_box() -> None:
     assert math_symbolic.compute_score("the answer is 1/2", r"\frac{1}{2}")["acc"]
+    assert math_symbolic.compute_score("The answer is: 5", "5")["acc"]
+    assert math_symbolic.compute_score("The answer is:\n\n$$5$$", "5")["acc"]
+    for text in ("The answer is $5$, not $6$.", "The answer is $5$ because $2+4=6$."):
+        assert math_symbolic.compute_score(text, "5")["acc"]
+        assert not math_symbolic.compute_score(text, "6")["acc"]
+    assert math_symbolic.compute_score("So $x=4$ and $y=5$", "5")["acc"]
+    for text in ("The answer is $5$ or $6$", "The answer is $4$, $5$, $6$"):
+        assert not any(math_symbolic.compute_score(text, truth)["acc"] for truth in "456")
     assert math_symbolic.compute_score("", "1") == {"score": 0.0, "acc": False, "pred": "", "match": "none"}
 
 

@@ -20,8 +20,11 @@ from strop.rewards.rules.gsm8k import extract_answer as last_number
 from strop.rewards.rules.maths import equality
 
 TAIL = 2000
-_STATED = re.compile(r"(?i)answer\s{0,5}(?:is|:)\s{0,5}([^\n]{1,200})")
+_STATED = re.compile(r"(?i)answer\s{0,5}(?:is\s{0,5}:?|:)\s{0,5}([^\n]{1,200})")
 _MATH = re.compile(r"\$([^$\n]{1,300})\$|\\\(([^\n]{1,300}?)\\\)|\\\[(.{1,300}?)\\\]", re.DOTALL)
+
+_LISTED = re.compile(r"[\s,;/]*(?:or|and)?\s*")
+"""Between formulas that are answers side by side."""
 
 
 def compute_score(
@@ -56,14 +59,19 @@ def extract_answer(solution_str: str) -> str | None:
 
 
 def _best_match(solution_str: str, pred: str, truth: str) -> str:
-    """Compare the answer; if the text has neither box nor statement, its last formula or its last number."""
+    """Compare the answer; without a box, the first formula of a statement; without a statement, the last
+    formula or the last number."""
     match = compare(pred, truth)
     if match != "none" or last_box(solution_str) is not None:
         return match
-    formulas = [next(filter(None, found)) for found in _MATH.findall(pred) if any(found)]
+    stated = _STATED.search(solution_str[-TAIL:])
+    formulas = list(_MATH.finditer(pred))
     if formulas:
-        return compare(formulas[-1], truth)
-    if _STATED.search(solution_str[-TAIL:]):
+        if stated and len(formulas) > 1 and _LISTED.fullmatch(pred[formulas[0].end() : formulas[1].start()]):
+            return match
+        chosen = formulas[0 if stated else -1]
+        return compare(next(filter(None, chosen.groups())), truth)
+    if stated:
         return match
     number = last_number(pred, method="flexible")
     if number is None:

@@ -67,13 +67,18 @@ def compute_score(
     """
     if match not in ("exact", "substring"):
         raise ValueError(f"search_qa matches by 'exact' or 'substring', not {match!r}.")
+    accepted = accepted_answers(ground_truth)
     # Lists of spellings have some like "A" and "!", of which nothing is left: any text would contain them.
-    spellings = [normalise(target) for target in accepted_answers(ground_truth)]
+    spellings = [normalise(target) for target in accepted]
     targets = [target for target in spellings if target] or spellings
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0
     given = normalise(answer)
+    if not any(spellings) and any(accepted):  # compared as they are written
+        targets = [target.lower() for target in accepted]
+        given = answer.lower()
+        match = "exact"
     if match == "substring":
         if any(target in given for target in targets):
             return score

@@ -212,20 +212,20 @@ def _equation(sides: list[list[Token]]) -> Answer:
     try:
         quantities = [*map(parse_quantity, sides[:-1]), last]
     except Unreadable:
-        if len(sides) > 2:
-            raise
+        first = sides[0][0]
+        if len(sides) > 2 or first.kind == "number" or first.text in ("-", "(", "\\frac", "\\sqrt"):
+            raise  # "5 because 2+4=6" is not 6
         return Named("".join(token.text for token in sides[0]), last)
     if contradict(quantities) and not any(map(has_variables, quantities)):
         return Contradiction("=")
     if len(sides) == 2 and any(map(has_variables, quantities)):
-        first = quantities[0]
-        return Statement("=", Apply("-", (first.node, last.node)), stated_number(first, last))
+        other = quantities[0]
+        return Statement("=", Apply("-", (other.node, last.node)), stated_number(other, last))
     return last
 
 
 def _name(tokens: list[Token]) -> str | None:
-    """Return the name on the left of an equation: a variable, f(x), f(f(2)), dy/dx, a:b, (x, y), words; else
-    None."""
+    """Return what stands on the left of a result: a variable, f(2), dy/dx, a:b, (x, y), words; else None."""
     if all(token.kind == "word" for token in tokens):
         return " ".join(token.text.lower() for token in tokens)
     if any(token.kind not in ("letter", "sign", "number", "command") for token in tokens):

@@ -34,7 +34,10 @@ _PLAIN = re.compile(
     r"|\\[dt]?frac\{([0-9]{1,100})\}\{([0-9]{1,100})\}|([0-9]{1,100})/([0-9]{1,100}))"
 )
 """A number or a fraction in the usual spelling: most answers need no more."""
-_LABELLED = re.compile(r"\(?([A-J])[).:] ?(.*)", re.DOTALL)
+_LABELLED = re.compile(
+    r"\(?([A-J])[).:](?! ?(?:[,;/&+]|(?:or|and)\b) ?\(?[A-J]\b)(?! ?\(?[A-J](?:[).:]|\Z)) ?(.*)", re.DOTALL
+)
+"""One letter with its text; behind another letter there are several."""
 _CALLED = re.compile(r"(?i)^(?:the )?(?:option|choice|letter) ")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?")
 _FONT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textrm|mbox) ?\{([^{}]*)\}")
