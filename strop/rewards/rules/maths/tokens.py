@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ from strop.rewards.rules.maths.nodes import Unreadable
 from strop.rewards.rules.maths.units import MULTIPLIERS
 
 MAX_TOKENS = 400
+MAX_SETS = 8
+"""Sets inside sets. Each doubles the comparisons."""
 FUNCTION_NAMES = (
     *("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"),
     *("ln", "log", "lg", "exp", "asin", "acos", "atan"),
@@ -83,6 +86,9 @@ def tokenize(text: str, *, grouped: bool = True) -> list[Token]:
     _cut(text, tokens, in_text=False)
     if len(tokens) > MAX_TOKENS:
         raise Unreadable(f"The answer has more than {MAX_TOKENS} signs.")
+    signs = {"\\{": 1, "\\}": -1}
+    if max(itertools.accumulate(signs.get(token.text, 0) for token in tokens), default=0) > MAX_SETS:
+        raise Unreadable(f"Sets are nested deeper than {MAX_SETS}.")
     return tokens
 
 
