@@ -187,7 +187,8 @@ def test_equal_scores_give_exactly_zero(name: str, score: float) -> None:
 
 
 def test_whitening_equal_advantages_gives_exactly_zero() -> None:
-    values, mask = torch.full((3, 5), 0.3), torch.ones(3, 5, dtype=torch.bool)
+    values, mask = torch.full((3, 1001), 0.1), torch.ones(3, 1001, dtype=torch.bool)
+    assert (values - values.sum(1).double().sum() / 3003).any(), "the mean is rounded"
     assert (normalise(values, mask, "whiten") == 0).all()
     assert (normalise(values, mask, "population") == 0).all()
 
@@ -228,7 +229,15 @@ def test_grpo_by_hand() -> None:
         0.0,
         0.0,
     ]
+    alone = estimate("dr_grpo", rewards=rewards, mask=torch.ones(3, 2), groups=groups, singleton="zero")
+    assert alone.advantages[:, 0].tolist() == [0.5, -0.5, 0.0]
     assert rloo(rewards, torch.ones(3, 2), groups=groups).advantages[:, 0].tolist() == [1.0, -1.0, 3.0]
+
+
+def test_gpg_counts_a_response_that_is_alone_by_its_score() -> None:
+    scores = torch.tensor([[1.0], [1.0], [-3.0], [0.0]])
+    made = estimate("gpg", rewards=scores, mask=torch.ones(4, 1), groups=torch.tensor([0, 0, 1, 2]))
+    assert made.advantages.flatten().tolist() == [0.0, 0.0, -12.0, 0.0], "one of four rows teaches"
 
 
 def test_pass_at_k_rewards_only_the_lone_winner() -> None:
@@ -306,6 +315,9 @@ def test_numbers_per_row_are_checked_too() -> None:
     parts[1, 2] = torch.inf
     with pytest.raises(ValueError, match=r"reward_components \(4, 3\) hold 1 values .* row 1"):
         estimate("gdpo", **b | {"reward_components": parts})
+    for wrong in (b["reward_components"][:3], b["reward_components"][:, 0]):
+        with pytest.raises(ValueError, match=r"must be \[batch, components\] for rewards \(4, 5\)"):
+            estimate("gdpo", **b | {"reward_components": wrong})
 
 
 def test_uids_serve_as_groups() -> None:
@@ -353,10 +365,11 @@ def test_group_ids_accept_any_label() -> None:
 
 
 def test_group_statistics_by_hand() -> None:
-    made = group_statistics(torch.tensor([1.0, 3.0, 5.0, 9.0]), torch.tensor([0, 0, 2, 0]))
-    assert made.size.tolist() == [3, 0, 1]
-    torch.testing.assert_close(made.mean, torch.tensor([13 / 3, 0.0, 0.0]))
-    torch.testing.assert_close(made.std, torch.tensor([4.163332, 1.0, 1.0]))
+    scores = torch.tensor([1.0, 3.0, 5.0, 9.0, 1.0, 3.0, 0.1, 0.1, 0.1])
+    made = group_statistics(scores, torch.tensor([0, 0, 2, 0, 3, 3, 4, 4, 4]))
+    assert made.size.tolist() == [3, 0, 1, 2, 3]
+    torch.testing.assert_close(made.mean, torch.tensor([13 / 3, 0.0, 0.0, 2.0, 0.1]))
+    torch.testing.assert_close(made.std, torch.tensor([4.163332, 1.0, 1.0, 2**0.5, 0.0]), rtol=1e-6, atol=0)
     assert group_second(torch.tensor([1.0, 3.0, 3.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 1, 1])).tolist() == [
         3.0,
         2.0,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strop.algorithms.kl import AdaptiveKL, FixedKL, full, k1, k3, kl_controller, kl_penalty
+from strop.algorithms.kl import AdaptiveKL, FixedKL, absolute, full, k1, k2, k3, kl_controller, kl_penalty
 
 LOG_PROBS = torch.tensor([[-0.7, -1.3, -2.0, -0.1]])
 REF = torch.tensor([[-1.0, -1.0, -2.1, -1.6]])
@@ -56,7 +56,20 @@ def test_k3_is_bounded_and_never_negative() -> None:
     gap = torch.tensor([[-1e4, -30.0, 0.0, 30.0, 1e4]])
     made = k3(torch.zeros_like(gap), gap)
     assert torch.isfinite(made).all() and (made >= 0).all() and (made <= 10).all()
-    assert k1(gap, torch.zeros_like(gap), limit=10.0).abs().max() == 10
+
+
+def test_limits_cut_outliers_and_their_gradient_is_zero() -> None:
+    for function, expected in (
+        (k1, [-10.0, -10.0, 0.0, 10.0, 10.0]),
+        (absolute, [10.0, 10.0, 0.0, 10.0, 10.0]),
+        (k2, [10.0, 10.0, 0.0, 10.0, 10.0]),
+        (k3, [10.0, 10.0, 0.0, 10.0, 10.0]),
+    ):
+        gap = torch.tensor([[-1e4, -30.0, 0.0, 30.0, 1e4]], requires_grad=True)
+        made = function(gap, torch.zeros_like(gap), limit=10.0)
+        assert made.tolist() == [expected], function
+        made.sum().backward()
+        assert gap.grad is not None and gap.grad[0, [0, 1, 3, 4]].tolist() == [0.0] * 4, function
 
 
 def test_full_is_the_expectation_of_k1() -> None:
@@ -65,15 +78,19 @@ def test_full_is_the_expectation_of_k1() -> None:
     log_p, log_q = logits.log_softmax(-1), ref.log_softmax(-1)
     torch.testing.assert_close(full(logits, ref), (log_p.exp() * (log_p - log_q)).sum(-1))
     torch.testing.assert_close(full(logits, logits + 3.0), torch.zeros(2, 3), rtol=0, atol=1e-6)
+    half = full(logits.bfloat16(), ref.bfloat16())
+    torch.testing.assert_close(half, full(logits.bfloat16().float(), ref.bfloat16().float()))
     logits[..., 0] = -torch.inf
-    assert torch.isfinite(full(logits, ref)).all()
+    log_p = logits.log_softmax(-1)
+    torch.testing.assert_close(full(logits, ref), (log_p.exp() * (log_p - log_q))[..., 1:].sum(-1))
 
 
 def test_bad_input_is_explained() -> None:
     with pytest.raises(ValueError, match=r"log_probs \(1, 4\) and ref_log_probs \(1, 3\)"):
         kl_penalty(LOG_PROBS, REF[:, :3])
-    with pytest.raises(ValueError, match="needs the logits of both models"):
-        kl_penalty(LOG_PROBS, REF, estimator="full")
+    for name in ("full", "full+", " full "):
+        with pytest.raises(ValueError, match="needs the logits of both models"):
+            kl_penalty(LOG_PROBS, REF, estimator=name)
     with pytest.raises(ValueError, match="Unknown KL estimator 'k4'"):
         kl_penalty(LOG_PROBS, REF, estimator="k4")
     with pytest.raises(ValueError, match=r"\(1, 4\) and ref_logits \(1, 3\)"):
@@ -84,6 +101,11 @@ def test_bad_input_is_explained() -> None:
         AdaptiveKL(0.1, target=0.1, horizon=100).update(0.0, 512)
     with pytest.raises(ValueError, match=r"horizon > 0, got 0\.1 and 0"):
         AdaptiveKL(0.1, target=0.1, horizon=0)
+    with pytest.raises(ValueError, match=r"target_kl > 0 .* got 0\.0 and 10"):
+        AdaptiveKL(0.1, target=0.0, horizon=10)
+    with pytest.raises(ValueError, match="make the coefficient 0"):
+        AdaptiveKL(0.1, target=0.1, horizon=100).update(0.0, 500)
+    AdaptiveKL(0.1, target=0.1, horizon=100).update(0.0, 499)
 
 
 def test_adaptive_controller_by_hand_and_after_a_restart() -> None:
@@ -95,6 +117,9 @@ def test_adaptive_controller_by_hand_and_after_a_restart() -> None:
     for each in (control, again):
         each.update(0.05, 256)
         assert each.value == pytest.approx(0.09999738, rel=1e-6)
+    near = AdaptiveKL(0.1, target=0.1, horizon=10_000)
+    near.update(0.105, 1000)  # 5 % above the target, less than the most that counts
+    assert near.value == pytest.approx(0.1005)
 
 
 def test_a_coefficient_that_was_changed_before_a_resume_takes_effect() -> None:

@@ -46,6 +46,12 @@ def test_empty_masks() -> None:
     assert (masked_normalise(values, mask, 1) == 0).all()
     with pytest.raises(ValueError, match=r"at least 2 valid tokens, the mask has 0 \(shape \(2, 3\)\)"):
         masked_var(values, mask)
+    one = torch.tensor([[1, 0, 0], [0, 0, 0]])
+    assert masked_var(values, one, unbiased=False) == 0
+    with pytest.raises(ValueError, match=r"at least 2 valid tokens, the mask has 1"):
+        masked_var(values, one)
+    with pytest.raises(ValueError, match=r"at least 2 valid tokens, the mask \(2, 3\) has 1"):
+        masked_whiten(values, one)
 
 
 def test_weights_of_every_kind_of_mask() -> None:

@@ -51,6 +51,8 @@ def test_kl_is_charged_on_valid_tokens_and_averaged_by_row() -> None:
     assert made.kl == pytest.approx((0.75 + 2.0) / 2)
     with pytest.raises(ValueError, match=r"mask \(2, 2\)"):
         kl_in_reward(scores, log_probs, ref, mask[:, :2], coef=0.1)
+    none = kl_in_reward(scores[:0], log_probs[:0], ref[:0], mask[:0], coef=0.1)
+    assert none.rewards.shape == (0, 3) and none.kl == 0.0
 
 
 def test_terminal_rewards_clip_the_score_and_charge_the_kl() -> None:
@@ -77,11 +79,15 @@ def test_overlong_penalty_with_and_without_cap() -> None:
 
 
 def test_truncated_answers_are_scaled_or_replaced() -> None:
-    scores, cut = torch.tensor([1.0, 2.0]), torch.tensor([True, False])
-    assert truncation_penalty(scores, cut, coef=0.25).tolist() == [0.25, 2.0]
+    scores, cut = torch.tensor([3.0, 2.0]), torch.tensor([True, False])
+    assert truncation_penalty(scores, cut, coef=0.25).tolist() == [0.75, 2.0]
+    assert truncation_penalty(scores, cut, coef=1.0).tolist() == [3.0, 2.0]
+    assert truncation_penalty(scores, cut, coef=0.0).tolist() == [0.0, 2.0]
     assert truncation_penalty(scores, cut, coef=-3.0).tolist() == [-3.0, 2.0]
     with pytest.raises(ValueError, match=r"got 1\.5"):
         truncation_penalty(scores, cut, coef=1.5)
+    with pytest.raises(ValueError, match=r"scores \(2,\) and truncated \(1,\)"):
+        truncation_penalty(scores, cut[:1], coef=0.5)
 
 
 def test_dynamic_sampling_keeps_groups_that_teach() -> None:
