@@ -106,6 +106,33 @@ def test_gae_over_a_gap_is_that_of_the_turns_joined() -> None:
     )
 
 
+def test_reinforce_discounts_a_gap_only_if_told_to() -> None:
+    given = {"rewards": torch.tensor([[0.0, 0.0, 1.0]]), "mask": torch.tensor([[1, 0, 1]])}
+    for settings_, expected in (
+        ({}, [1.0, 0.0, 1.0]),
+        ({"gamma": 0.5}, [0.5, 0.0, 1.0]),
+        ({"gamma": 0.5, "skip_gaps": False}, [0.25, 0.0, 1.0]),
+    ):
+        made = estimate("reinforce", **given, **settings_)
+        assert made.advantages.tolist() == made.returns.tolist() == [expected]
+
+
+def test_a_zero_tail_begins_where_one_member_is_left() -> None:
+    """Of one group; the second row has a gap, so at the third column only the first has a token."""
+    made = estimate(
+        "optimal_token_baseline",
+        rewards=torch.tensor([[0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 1.0]]),
+        mask=torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1]]),
+        groups=torch.tensor([0, 0]),
+        old_log_probs=torch.full((2, 4), 0.5).log(),
+        sum_pi_squared=torch.full((2, 4), 0.5),
+        handle_zero_tail=True,
+    ).advantages
+    assert made[0, 2] == 3.0 and made[1, 2] == 0.0
+    torch.testing.assert_close(made[:, :2], torch.tensor([[1.0, 1.0], [-1.0, -1.0]]))
+    torch.testing.assert_close(made[:, 3], torch.tensor([3 - 15 / 7, 1 - 15 / 7]))
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("seed", range(3))
 def test_permuting_the_batch_permutes_the_result(name: str, seed: int) -> None:

@@ -123,12 +123,19 @@ def test_value_loss_takes_the_larger_error_and_counts_it() -> None:
     assert result.metrics["vf_clipfrac"].tolist() == [[1.0, 0.0, 0.0]]
     result.per_token.sum().backward()
     assert values.grad is not None and values.grad.tolist() == [[0.0, -1.0, 0.0]]
+    below = value_loss(*(torch.tensor([[x]]) for x in (-1.0, 0.0, -1.0, 1.0)), clip_range=0.5)
+    assert below.per_token.item() == 0.125
+    still = value_loss(*(torch.tensor([[x]]) for x in (2.0, 0.0, 3.0, 1.0)), clip_range=0.0)
+    assert still.per_token.item() == 4.5, "with a range of 0 the value of the rollout"
 
 
 def test_value_loss_without_a_clip_range_is_half_the_squared_error() -> None:
     one = torch.ones(2, 2)
     result = value_loss(3 * one, one, one, one, clip_range=None)
     assert (result.per_token == 2.0).all()
+    for shapes in itertools.permutations([(2, 2), (2, 2), (2, 2), (2, 1)]):
+        with pytest.raises(ValueError, match=r"has shape \(2, .\) but values has shape \(2, .\)"):
+            value_loss(*map(torch.ones, shapes))
     with pytest.raises(ValueError, match="clip_range must be 0 or more, got -"):
         value_loss(one, one, one, one, clip_range=-0.5)
 

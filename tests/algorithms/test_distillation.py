@@ -20,6 +20,8 @@ def test_the_gain_of_a_token_is_the_difference_of_log_probs():
     torch.testing.assert_close(limited, torch.tensor([[-0.5, 0.5, 0.5]]))
     with pytest.raises(ValueError, match=r"teacher_log_probs \(1, 2\)"):
         teacher_gain(own, teacher[:, :2], torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"mask \(1, 2\)"):
+        teacher_gain(own, teacher, torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])

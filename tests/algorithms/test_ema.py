@@ -69,5 +69,7 @@ def test_mismatches_are_named() -> None:
         ema.update({"v": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"shape \(2,\), the tensor \(3,\)"):
         ema.update({"w": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"shape \(2,\), the tensor \(3,\)"):
+        ema.load_state_dict(EMA({"w": torch.zeros(3)}).state_dict())
     with pytest.raises(ValueError, match="decay must lie between 0 and 1"):
         EMA({}, decay=2)

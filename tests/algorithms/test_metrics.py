@@ -70,7 +70,12 @@ def test_aborted_rows_and_masked_tokens_stay_out() -> None:
 def test_critic_turns_and_a_batch_of_nothing() -> None:
     metrics = data_metrics(**batch(values=torch.zeros(3, 4), num_turns=[2, 4, 3], tool_call_counts=[0, 1, 0]))  # type: ignore[arg-type]
     assert metrics["num_turns/max"] == 4 and metrics["tool_call_counts/mean"] == pytest.approx(1 / 3)
+    assert metrics["num_turns/min"] == 2 and metrics["num_turns/mean"] == 3
     assert metrics["critic/vf_explained_var"] == 1.0
+    for count, known in ((2, True), (1, False)):
+        few = (torch.arange(12).view(3, 4) < count).long()
+        found = data_metrics(**batch(response_mask=few, values=torch.zeros(3, 4)))  # type: ignore[arg-type]
+        assert ("critic/vf_explained_var" in found) == known, "one value has no variance"
     nothing = data_metrics(**batch(response_lengths=torch.zeros(3), response_mask=torch.zeros(3, 4)))  # type: ignore[arg-type]
     assert "critic/score/mean" not in nothing and nothing["response/aborted_ratio"] == 1.0
     assert all(math.isfinite(value) for value in nothing.values())
@@ -94,6 +99,7 @@ def test_drift_is_measured_on_probabilities_inside_the_mask() -> None:
     metrics = probability_drift(theirs, ours, torch.tensor([[1, 1, 0]]))
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.1)
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.05)
+    assert metrics["training/rollout_probs_diff_std"] == pytest.approx(0.1 / 2**0.5)
     assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
     assert probability_drift(theirs, ours, torch.zeros(1, 3)) == {"training/rollout_probs_diff_valid": 0.0}
 
@@ -126,8 +132,11 @@ def test_timing_and_throughput() -> None:
     assert metrics["timing_s/reward"] == 5.0 and "timing_per_token_ms/reward" not in metrics
     assert "timing_per_token_ms/gen" not in timing_metrics({"gen": 2.0}, response_tokens=0, total_tokens=0)
     assert throughput_metrics(total_tokens=100, step_seconds=2.0, devices=5)["perf/throughput"] == 10.0
-    with pytest.raises(ValueError, match=r"got 0 and 1\.0"):
-        throughput_metrics(total_tokens=1, step_seconds=1.0, devices=0)
+    one = timing_metrics({"gen": 2.0, "adv": 1.0}, response_tokens=1, total_tokens=1)
+    assert one["timing_per_token_ms/gen"] == 2000.0 and one["timing_per_token_ms/adv"] == 1000.0
+    for devices, seconds in ((0, 1.0), (1, 0.0)):
+        with pytest.raises(ValueError, match=f"got {devices} and {seconds}"):
+            throughput_metrics(total_tokens=1, step_seconds=seconds, devices=devices)
 
 
 def test_the_slowest_episode_is_portrayed() -> None:
@@ -224,6 +233,20 @@ def test_a_failed_sample_does_not_take_its_prompt_out_of_the_mean() -> None:
     assert not any(f"@{count}" in name for name in found for count in (1, 3))
     alone = summarise(trajectories_with([[1.0, None], [None, 0.0]]))
     assert alone["val-core/s/acc/mean@2"] == 0.5, "under the same name as in other validations"
+    assert summarise(trajectories_with([[None], [None]])) == {"val-aux/failed": 2}
+
+
+def test_what_some_scores_reported_and_the_turns_of_conversations_are_summarised() -> None:
+    made = trajectories_with([[1.0], [0.0], [1.0]])
+    for t, turns, extras in zip(made, (2, 6, 4), ({"steps": 3}, {}, {"steps": 5, "reward": 9.0})):
+        t.num_turns, t.extras = turns, extras
+    made[0].extras["trace"] = ["not a number"]
+    found = summarise(made)
+    assert found["val-aux/s/steps/mean@1"] == 4.0, "of those that have one"
+    assert found["val-core/s/reward/mean@1"] == pytest.approx(2 / 3), "the score, not what is called so"
+    assert not any("trace" in name for name in found)
+    turns = [found[f"val-aux/num_turns/{which}"] for which in ("min", "max", "mean")]
+    assert turns == [2, 6, 4]
 
 
 def test_votes_and_values_of_different_responses_are_not_paired() -> None:

@@ -30,7 +30,9 @@ REFERENCE = torch.tensor([-11.0, -5.0, -7.5]), torch.tensor([-11.5, -3.5, -6.0])
 
 def test_equal_scores_cost_log_two() -> None:
     for loss in (reward_sigmoid, reward_logexp):
-        assert loss(torch.ones(2), torch.ones(2)).per_pair.tolist() == pytest.approx([math.log(2)] * 2)
+        equal = loss(torch.ones(2), torch.ones(2))
+        assert equal.per_pair.tolist() == pytest.approx([math.log(2)] * 2)
+        assert equal.metrics["accuracy"].tolist() == [0.0, 0.0], "a tie is not right"
 
 
 def test_the_two_reward_losses_are_one_function_and_neither_overflows() -> None:
@@ -69,6 +71,10 @@ def test_ipo_is_zero_at_its_target_gap() -> None:
     assert ipo(torch.tensor([7.0]), zero, zero, zero, beta=0.1).per_pair.item() == pytest.approx(
         4.0, rel=1e-5
     )
+    found = ipo(CHOSEN, REJECTED, *REFERENCE, beta=0.25)
+    h = (CHOSEN - REFERENCE[0]) - (REJECTED - REFERENCE[1])
+    torch.testing.assert_close(found.per_pair, (h - 2.0).square())
+    torch.testing.assert_close(found.metrics["reward_margin"], 0.25 * h)
 
 
 def test_reference_free_dpo_is_dpo_with_an_indifferent_reference() -> None:
@@ -77,6 +83,8 @@ def test_reference_free_dpo_is_dpo_with_an_indifferent_reference() -> None:
     torch.testing.assert_close(
         simpo(CHOSEN, REJECTED, margin=0.0).per_pair, dpo(CHOSEN, REJECTED, beta=2.0).per_pair
     )
+    with_margin = -torch.log(torch.sigmoid(2.0 * (CHOSEN - REJECTED) - 0.5))
+    torch.testing.assert_close(simpo(CHOSEN, REJECTED, margin=0.5).per_pair, with_margin)
 
 
 def test_the_nll_term_is_added() -> None:
@@ -101,6 +109,25 @@ def test_answers_are_summed_or_averaged_over_their_own_tokens() -> None:
 def test_preference_errors() -> None:
     with pytest.raises(ValueError, match=r"rejected has shape \(2,\) but chosen has shape \(3,\)"):
         dpo(CHOSEN, REJECTED[:2])
+    shapes = r" has shape \(2,\) but \w+ has shape \(3,\)"
+    for name, short in {
+        "rejected": lambda two: reward_sigmoid(CHOSEN, two),
+        "margin": lambda two: reward_sigmoid(CHOSEN, REJECTED, margin=two),
+        "chosen_nll": lambda two: dpo(CHOSEN, REJECTED, chosen_nll=two, nll_coef=1.0),
+        "reference": lambda two: kto(CHOSEN, two, torch.ones(3), torch.zeros(3)),
+        "labels": lambda two: kto(CHOSEN, REJECTED, two, torch.zeros(3)),
+        "kl": lambda two: kto(CHOSEN, REJECTED, torch.ones(3), two),
+    }.items():
+        with pytest.raises(ValueError, match=name + shapes):
+            short(torch.ones(2))
+    with pytest.raises(ValueError, match="rejected" + shapes):
+        reward_logexp(CHOSEN, REJECTED[:2])
+    with pytest.raises(ValueError, match="reference" + shapes):
+        kto_kl(CHOSEN, REJECTED[:2])
+    with pytest.raises(ValueError, match=r"mask has shape \(3, 1\) but log_probs has shape \(3, 2\)"):
+        answer_log_probs(torch.zeros(3, 2), torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"ptx coef must not be negative, got -0\.1"):
+        ptx_loss(torch.zeros(1, 1), torch.ones(1, 1), Totals.of(torch.ones(1, 1)), coef=-0.1)
     with pytest.raises(ValueError, match="together, or neither"):
         dpo(CHOSEN, REJECTED, REFERENCE[0])
     with pytest.raises(ValueError, match=r"0 <= s < 0\.5; got 0\.5"):
@@ -165,6 +192,8 @@ def test_orpo_by_hand() -> None:
     torch.testing.assert_close(found.per_pair, expected)
     torch.testing.assert_close(found.metrics["log_odds"], ratio.log(), rtol=1e-4, atol=1e-4)
     assert found.metrics["accuracy"].tolist() == [1.0, 0.0, 1.0]
+    torch.testing.assert_close(found.metrics["chosen_reward"], 0.25 * chosen.log())
+    torch.testing.assert_close(found.metrics["rejected_reward"], 0.25 * rejected.log())
 
 
 def test_orpo_stays_finite_at_the_ends() -> None:

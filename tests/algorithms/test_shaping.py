@@ -120,5 +120,14 @@ def test_pf_ppo_weights_and_resampling() -> None:
     assert set((rows % 4).tolist()) == {1, 3} and 0.7 < share < 0.8
     with pytest.raises(ValueError, match="'pow', 'max_min' or 'max_random', got 'top'"):
         pf_ppo_weights(scores, method="top")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not all zero"):
-        resample_rows(torch.zeros(3))
+    weights = 0.01 * torch.rand(50)
+    again = [resample_rows(weights, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert torch.equal(*again)
+    for weights in (
+        torch.zeros(3),
+        torch.tensor([1.0, -1.0]),
+        torch.tensor([1.0, torch.nan]),
+        torch.ones(2, 2),
+    ):
+        with pytest.raises(ValueError, match="not all zero"):
+            resample_rows(weights)
