@@ -48,6 +48,7 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 # --- manifests ----------------------------------------------------------------------------------------------
 
 WRONG: list[object] = [None, True, -1, 1.5, 10**400, float("nan"), "x", "../../x", [], [1], {}, {"a": 1}]
+WRONG += [{"a": "x"}, {"a": False}]
 
 
 @pytest.mark.parametrize("key", ["format", "step", "serial", "parts", "metrics", "files"])

@@ -122,6 +122,9 @@ def test_named_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folde
     path = folder.format(home=tmp_path) + "/global_step_1"
     found = resume(tmp_path / "new", mode="resume_path", path=path)
     assert found is not None and found.step == 1
+    monkeypatch.chdir(tmp_path)
+    found = resume(tmp_path / "new", mode="resume_path", path="old/global_step_2")
+    assert found is not None and found.path == tmp_path / "old/global_step_2"
     cut(tmp_path / "old", 1)
     with pytest.raises(DamagedCheckpoint, match="was cut"):
         resume(tmp_path / "new", mode="resume_path", path=path)
@@ -193,6 +196,18 @@ def test_a_copy_that_fails_is_made_up_for_with_the_next_save(
     checkpoints.save(2, {"data": {}})
     checkpoints.close()
     assert [name.rpartition("_")[2] for name in remote.candidates(address)] == ["2", "1"]
+
+
+def test_a_copy_that_fails_is_made_up_for_at_the_end(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpoints(tmp_path, copy_to=address) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(remote, "upload", _unreachable)
+            checkpoints.save(1, {"data": {}})
+            checkpoints.wait()
+        assert remote.candidates(address) == []
+    assert [name.rpartition("_")[2] for name in remote.candidates(address)] == ["1"]
 
 
 def test_a_copy_that_never_worked_is_an_error_at_the_end(

@@ -92,7 +92,11 @@ def test_size_limit_spares_the_newest_and_the_best() -> None:
 def test_limits_of_the_trainer_section() -> None:
     assert retention_from_trainer() == RetentionPolicy()
     assert retention_from_trainer(max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=3).newest == 3
+    assert retention_from_trainer(max_actor_ckpt_to_keep=4, max_critic_ckpt_to_keep=3).newest == 4
     assert retention_from_trainer(max_actor_ckpt_to_keep=2).newest == 2
+    assert retention_from_trainer(max_critic_ckpt_to_keep=3).newest == 3
+    others = retention_from_trainer(max_ckpt_mem_gb=1.5, best_metric="val/acc")
+    assert others == RetentionPolicy(max_gb=1.5, best_metric="val/acc")
     assert retention_from_trainer(max_actor_ckpt_to_keep=5, remove_previous_ckpt_in_save=True).newest == 1
 
 
@@ -113,12 +117,27 @@ def test_checkpoints_of_earlier_processes_count_and_go_as_a_whole(tmp_path: Path
     assert names == ["global_step_0", "global_step_3", "global_step_4", "latest_checkpointed_iteration.txt"]
 
 
-def test_the_best_survives_a_restart(tmp_path: Path) -> None:
+def test_after_a_rewind_the_newest_on_the_disk_is_what_was_saved_last(tmp_path: Path) -> None:
+    for step in (3, 10, 2):
+        save(tmp_path, step, {"data": {}})
+    (tmp_path / "global_step_7").touch()  # no folder
+    with Checkpoints(tmp_path, keep=RetentionPolicy(newest=2)) as checkpoints:
+        checkpoints.save(4, {"data": {}})
+    assert [c.step for c in layout.saved_checkpoints(tmp_path)] == [2, 4]
+    assert [path.name for path in layout.step_folders(tmp_path)] == ["global_step_2", "global_step_4"]
+    for step in (30, 200):  # not written by Strop
+        layout.checkpoint_folder(tmp_path, step).mkdir()
+    assert [layout.step_of(path) for path in layout.step_folders(tmp_path)] == [2, 4, 30, 200]
+    assert [layout.step_of(path) for path in layout.candidates(tmp_path)] == [4, 2, 200, 30]
+
+
+def test_the_best_survives_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = RetentionPolicy(newest=1, best_metric="val/acc")
     for step, accuracy in ((1, 0.1), (2, 0.8), (3, 0.3), (4, 0.5)):
         with Checkpoints(tmp_path, keep=keep) as checkpoints:
             checkpoints.save(step, {"data": {}}, metrics={"val/acc": accuracy})
     assert [c.step for c in layout.saved_checkpoints(tmp_path)] == [2, 4]
+    assert not caplog.text, "the metric is known"
 
 
 def test_a_misspelt_metric_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
