@@ -225,6 +225,17 @@ def test_vanilla_metrics_of_the_fixture() -> None:
     )
 
 
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"gpg"}))
+def test_ppo_kl_is_how_much_less_likely_the_tokens_became(name: str) -> None:
+    tensors = batch(21)
+    metrics = policy_loss(name, **tensors, **SETTINGS).metrics
+    gap = (tensors["old_log_probs"] - tensors["log_probs"]) * tensors["mask"]
+    if name == "kl_cov":
+        gap = gap.abs()
+    found = metrics["ppo_kl"] * tensors["mask"]
+    torch.testing.assert_close(found.sum(-1), gap.sum(-1))
+
+
 def test_gspo_levels_agree_when_the_advantage_is_one_number_per_row() -> None:
     tensors = batch(17)
     tensors["advantages"] = tensors["advantages"][:, :1].expand(5, 6)
@@ -250,6 +261,9 @@ def test_clip_cov_is_reproducible_with_a_generator() -> None:
     dropped = [draw.metrics["pg_clipfrac"] for draw in draws]
     assert torch.equal(dropped[0], dropped[1]) and not torch.equal(dropped[0], dropped[2])
     assert dropped[0].sum() == int(0.2 * tensors["mask"].sum())
+    assert (draws[0].per_token[dropped[0].bool()] == 0).all()
+    few = policy_loss("clip_cov", **tensors, **wide | {"clip_cov_ratio": 1e-4})
+    assert few.metrics["pg_clipfrac"].sum() == 1, "at least one"
 
 
 def test_errors_say_what_is_wrong() -> None:
