@@ -76,7 +76,7 @@ def added(
     return sums
 
 
-def test_every_term_of_the_actor_has_its_sign_and_coefficient() -> None:
+def test_every_term_of_the_actor_has_its_sign_and_coefficient():
     words = [
         "use_kl_loss=true",
         "kl_loss_coef=0.25",
@@ -109,7 +109,7 @@ def test_every_term_of_the_actor_has_its_sign_and_coefficient() -> None:
         assert found[name] == pytest.approx(value, abs=1e-6), name
 
 
-def test_entropy_is_reported_where_nothing_else_needs_it() -> None:
+def test_entropy_is_reported_where_nothing_else_needs_it():
     assert ActorUpdate(configured(), 4.0).want() == ["log_probs", "observed_entropy"]
     off = configured(f"{ACTOR}.calculate_entropy=false")
     assert ActorUpdate(off, 4.0).want() == ["log_probs"]
@@ -133,7 +133,7 @@ def test_entropy_is_reported_where_nothing_else_needs_it() -> None:
         ("policy_loss.loss_mode=kl_cov", False),
     ],
 )
-def test_rows_without_advantages_take_part_if_another_term_needs_them(word: str, skips: bool) -> None:
+def test_rows_without_advantages_take_part_if_another_term_needs_them(word, skips):
     objective = ActorUpdate(configured(f"{ACTOR}.{word}"), width=4.0)
     mini = step()
     mini = mini.replace(advantages=mini.advantages.clone())
@@ -144,8 +144,64 @@ def test_rows_without_advantages_take_part_if_another_term_needs_them(word: str,
     assert objective.active(nothing).row_ids.tolist() == ([1] if skips else [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize(
+    ("word", "weights"),
+    [
+        ("loss_agg_mode=token-mean", [1 / 10] * 4),
+        ("loss_agg_mode=seq-mean-token-sum", [1 / 4] * 4),
+        ("loss_agg_mode=seq-mean-token-sum-norm", [1 / (4 * 5)] * 4),
+        ("loss_agg_mode=seq-mean-token-mean", [1 / (4 * length) for length in LENGTHS]),
+        ("policy_loss.loss_mode=sapo", [1 / (4 * length) for length in LENGTHS]),
+    ],
+)
+def test_the_gradient_of_the_first_update_is_the_policy_gradient(word, weights):
+    config = configured(f"{ACTOR}.{word}", f"{ACTOR}.tau_neg=1.0")
+    objective = ActorUpdate(config, width=5.0)
+    seen: list[list[int]] = []
+    objective.observe = lambda micro, per_token: seen.append(micro.row_ids.tolist())
+    mini = step()
+    now = (mini.rollout_log_probs + 0.5).requires_grad_()
+    mini = mini.replace(rollout_log_probs=None)  # no importance weights
+    total, metrics = objective.loss(mini, mini)(Outputs(log_probs=now), mini)
+    total.backward()
+    expected = -mini.advantages * torch.tensor(weights)[:, None]
+    assert over(mini, now.grad) == pytest.approx(over(mini, expected), rel=1e-5)
+    assert not any(value.requires_grad for value in metrics.values())
+    assert seen == [[0, 1, 2, 3]]
+
+    critic = CriticUpdate(configured(f"{ACTOR}.{word}"), width=5.0)
+    if "sapo" not in word:
+        ones = mini.replace(values=torch.ones(4, 4), returns=torch.zeros(4, 4))
+        value = added(critic, ones, {"values": torch.ones(4, 4)}, cut=2)["loss"]
+        assert value == pytest.approx(0.5 * sum(w * length for w, length in zip(weights, LENGTHS)))
+
+
+@pytest.mark.parametrize(
+    ("words", "weight"),
+    [
+        (["rollout_is=token", "rollout_is_threshold=1.5"], 1.5),
+        (["rollout_is=token", "rollout_is_threshold=null"], None),
+        (["rollout_is=null", "rollout_is_threshold=1.5"], None),
+    ],
+)
+def test_importance_weights_of_the_first_update(words, weight):
+    objective = ActorUpdate(
+        configured(*(f"algorithm.rollout_correction.{word}" for word in words)), width=5.0
+    )
+    mini = step()
+    now = mini.rollout_log_probs + 1.0
+    found = added(objective, mini, {"log_probs": now}, cut=3)
+    mean = sum(over(mini, mini.advantages)) / 10
+    assert found["loss"] == pytest.approx(-mean * (weight or 1.0), rel=1e-5)
+    known = objective.known(mini, Ranks())
+    assert known is not None
+    drift = objective.drift(mini, known)
+    assert drift["training/rollout_logprobs_diff_mean"] == pytest.approx(1.0)
+    assert drift.get("rollout_corr/rollout_is_mean") == weight
+
+
 @pytest.mark.parametrize(("mode", "divisor"), [("token-mean", 10), ("seq-mean-token-sum", 4)])
-def test_rows_without_advantages_count_in_the_loss_and_not_in_the_metrics(mode: str, divisor: int) -> None:
+def test_rows_without_advantages_count_in_the_loss_and_not_in_the_metrics(mode, divisor):
     objective = ActorUpdate(configured(f"{ACTOR}.loss_agg_mode={mode}"), width=4.0)
     mini = step()
     mini = mini.replace(advantages=mini.advantages.clone())
@@ -163,7 +219,7 @@ def test_rows_without_advantages_count_in_the_loss_and_not_in_the_metrics(mode: 
 
 
 @pytest.mark.parametrize(("loss_type", "ratio"), [("reinforce", False), ("ppo_clip", True)])
-def test_bypass_mode_takes_its_own_settings(loss_type: str, ratio: bool) -> None:
+def test_bypass_mode_takes_its_own_settings(loss_type, ratio):
     correction = "algorithm.rollout_correction"
     words = ["bypass_mode=true", f"loss_type={loss_type}", "rollout_is=token", "rollout_is_threshold=1.5"]
     objective = ActorUpdate(configured(*(f"{correction}.{word}" for word in words)), width=4.0)
@@ -173,9 +229,10 @@ def test_bypass_mode_takes_its_own_settings(loss_type: str, ratio: bool) -> None
     found = added(objective, mini, {"log_probs": now}, cut=1)
     expected = -1.2 if ratio else -1.5 * float(now)  # clipped ratio; truncated weight times log-prob
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["rollout_corr/rollout_is_mean"] == 1.5, "the name is not that of a metric of the actor"
 
 
-def test_the_first_update_with_the_engines_log_probs_is_compared_with_them() -> None:
+def test_the_first_update_with_the_engines_log_probs_is_compared_with_them():
     words = [f"{ACTOR}.use_rollout_log_probs=true"]
     objective = ActorUpdate(configured(*words), width=4.0)
     mini = step()
@@ -192,7 +249,7 @@ def test_the_first_update_with_the_engines_log_probs_is_compared_with_them() -> 
         assert drift["training/rollout_logprobs_diff_max"] == pytest.approx(0.25, rel=1e-5)
 
 
-def test_without_log_probs_before_the_update_all_passes_are_kept() -> None:
+def test_without_log_probs_before_the_update_all_passes_are_kept():
     objective = ActorUpdate(configured(), width=4.0)
     mini = step()
     for piece in (mini.select([3, 1]), mini.select([0, 2])):
@@ -207,7 +264,7 @@ def test_without_log_probs_before_the_update_all_passes_are_kept() -> None:
     assert over(order, known.entropy) == pytest.approx(over(order, order.rollout_log_probs.exp()))
 
 
-def test_the_critic_by_hand() -> None:
+def test_the_critic_by_hand():
     objective = CriticUpdate(configured("critic.cliprange_value=0.1"), width=4.0)
     mini = step()
     now = torch.rand(4, 4)
@@ -227,11 +284,11 @@ def order(epochs: int, shuffle: bool, seed: int) -> list[list[int]]:
     return [piece.row_ids.tolist() for piece in mini_batches(batch, 4, epochs, shuffle, seed)]
 
 
-def test_mini_batches_follow_the_order_or_the_seed() -> None:
+def test_mini_batches_follow_the_order_or_the_seed():
     plain = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert order(2, False, 3) == plain * 2
     shuffled = order(3, True, 3)
-    epochs = [sum(shuffled[start : start + 3], []) for start in (0, 3, 6)]
+    epochs = [[*shuffled[at], *shuffled[at + 1], *shuffled[at + 2]] for at in (0, 3, 6)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3, "each epoch has its own order"
     assert order(3, True, 3) == shuffled and order(3, True, 4) != shuffled
@@ -243,9 +300,11 @@ class StubBackend:
     def __init__(self) -> None:
         self.out_of_memory = 5
         self.calls: list[str] = []
+        self.seen: list[list[int]] = []
 
     def forward_backward(self, active: Batch, want: list[str], loss: Any, micro: Any) -> dict[str, float]:
         self.calls.append("pass")
+        self.seen.append(active.row_ids.tolist())
         self.out_of_memory += self.calls.count("pass") == 2
         return {"actor/mean": float(active.advantages[active.mask.bool()].mean())}
 
@@ -257,10 +316,11 @@ class StubBackend:
         self.calls.append("schedule")
 
 
-def test_what_a_step_reports_of_its_updates() -> None:
+def test_what_a_step_reports_of_its_updates():
     config = configured()
     mini = step(*[2] * 6)
     mini = mini.replace(advantages=torch.arange(6.0)[:, None].expand(6, 2).clone())
+    mini.mask[0, 1] = 0.0
     mini.mask[2:4] = 0.0  # nothing to train on in the second update
     backend = StubBackend()
     more: dict[str, Any] = {
@@ -269,7 +329,7 @@ def test_what_a_step_reports_of_its_updates() -> None:
     }
     objective = ActorUpdate(config, width=2.0)
     section = config.actor_rollout_ref.actor
-    found = run_updates(backend, mini, objective, section, 2, MicroBatching(), 1, "actor", **more)  # type: ignore[arg-type]
+    found = run_updates(backend, mini, objective, section, 2, MicroBatching(), 1, "actor", **more)
     assert backend.calls == ["pass", "extra", "step", "after"] * 2 + ["schedule"]
     assert found == {
         "actor/mean": (1.0 + 4.5) / 2,  # of the first row, whose advantage is 0, nothing is computed
@@ -284,6 +344,24 @@ def test_what_a_step_reports_of_its_updates() -> None:
     }
 
 
+def test_the_order_of_a_step_depends_on_its_number_and_the_seed():
+    config = configured(f"{ACTOR}.shuffle=true")
+    section, objective = config.actor_rollout_ref.actor, ActorUpdate(config, width=2.0)
+    mini = step(*[1] * 12)
+    orders = {}
+    for data_seed, number in ((7, 1), (7, 2), (None, 1), (None, 2), (None, 8)):
+        section.data_loader_seed = data_seed
+        backend = StubBackend()
+        found = run_updates(backend, mini, objective, section, 6, MicroBatching(), number, "actor")
+        orders[data_seed, number] = backend.seen
+        assert found["actor/out_of_memory"] == 1.0
+    assert "actor/out_of_memory" not in run_updates(
+        StubBackend(), mini, objective, section, 12, MicroBatching(), 1, "actor"
+    )
+    assert orders[7, 1] != orders[7, 2] and orders[None, 1] != orders[None, 2], "of each step"
+    assert orders[7, 1] != orders[None, 1] and orders[7, 1] == orders[None, 8], "of each seed"
+
+
 class StubModel:
     """A model with these outputs; it keeps what it was asked for."""
 
@@ -295,22 +373,22 @@ class StubModel:
         return Outputs(**{name: self.outputs[name] for name in want})
 
 
-def test_log_probs_and_values_before_the_update() -> None:
+def test_log_probs_and_values_before_the_update():
     batch = step()
     facts = ExperienceFacts.of(configured(), on_policy=False)
     model = StubModel(log_probs=batch.rollout_log_probs + 0.5, entropy=torch.arange(16.0).view(4, 4))
     record = StepRecord()
-    found = add_old_log_probs(batch, model, facts, MicroBatching(), record)  # type: ignore[arg-type]
+    found = add_old_log_probs(batch, model, facts, MicroBatching(), record)
     assert over(found, found.old_log_probs) == over(batch, batch.rollout_log_probs + 0.5)
     mean_entropy = sum(over(batch, model.outputs["entropy"])) / 10
     assert record.metrics["actor/entropy"] == pytest.approx(mean_entropy)
     assert record.metrics["training/rollout_logprobs_diff_mean"] == pytest.approx(0.5)
     empty = batch.replace(mask=torch.zeros(4, 4), rollout_log_probs=torch.zeros(4, 4))
     record = StepRecord()
-    add_old_log_probs(empty, model, facts, MicroBatching(), record)  # type: ignore[arg-type]
+    add_old_log_probs(empty, model, facts, MicroBatching(), record)
     assert record.metrics == {"actor/entropy": 0.0}, "no token, no mean of nothing"
 
-    values = add_values(batch, StubModel(values=torch.ones(4, 4)), MicroBatching()).values  # type: ignore[arg-type]
+    values = add_values(batch, StubModel(values=torch.ones(4, 4)), MicroBatching()).values
     assert torch.equal(values, batch.mask), "0 outside the mask"
 
 
@@ -325,7 +403,7 @@ def advantages(words: list[str], trajectories: list[Trajectory]) -> Tensor:
     return found
 
 
-def test_settings_of_estimators_reach_them() -> None:
+def test_settings_of_estimators_reach_them():
     samples = rows(1, 1, 1, 1, scores=(1.0, 0.0, 4.0, 1.0))
     plus = "algorithm.adv_estimator=reinforce_plus_plus"
     assert advantages([plus, "algorithm.norm_adv_by_std=false"], samples)[:, 0].tolist() == [
@@ -342,7 +420,7 @@ def test_settings_of_estimators_reach_them() -> None:
     assert advantages(kwargs, alone)[:, 0].tolist()[:2] == [0.5, -0.5]
 
 
-def test_parts_of_the_score_reach_gdpo_with_their_weights() -> None:
+def test_parts_of_the_score_reach_gdpo_with_their_weights():
     samples = rows(1, 1, 1, 1, scores=(1.0, 0.0, 1.0, 0.0))
     for sample, style in zip(samples, (0, 1, 1, 0)):
         sample.extras["style"] = style
