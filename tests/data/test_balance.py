@@ -81,6 +81,7 @@ def test_micro_batches_fit_and_restore(lengths: list[int], budget: int, light_en
 
 
 def test_micro_batch_counts_follow_the_requests() -> None:
+    assert len(micro_batches([4] * 5, 10)) == 3, "one more than their sum needs"
     lengths = [10] * 12
     assert len(micro_batches(lengths, 60)) == 2
     assert len(micro_batches(lengths, 60, min_count=5)) == 5
@@ -181,5 +182,6 @@ def test_neighbours_stay_neighbours_within_the_budget(seed: int) -> None:
     tokens = [sum(lengths[row] for row in part) for part in parts]
     assert max(tokens) <= 2000
     assert len(parts) <= math.ceil(sum(lengths) / 2000 * 1.3)
+    assert neighbour_micro_batches([10] * 6, range(6), 30) == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match=f"row {lengths.index(max(lengths))} has {max(lengths)} tokens"):
         neighbour_micro_batches(lengths, order, max(lengths) - 1)

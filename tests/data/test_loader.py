@@ -327,9 +327,23 @@ def test_loaders_from_a_configuration(tmp_path: Path) -> None:
     assert len(train) == 2 and [p.index for p in train.draw()] == [
         p.index for p in build_loader(config, dataset).draw()
     ]
+    orders = [
+        build_loader(DataConfig(train_batch_size=8, shuffle=True, seed=n), dataset).draw() for n in (2, 3)
+    ]
+    assert [p.index for p in orders[0]] != [p.index for p in orders[1]]
     assert build_loader(DataConfig(train_batch_size=3, gen_batch_size=4), dataset).batch_size == 4
     (everything,) = build_loader(config, dataset, split="val")
     assert [p.index for p in everything] == list(range(8))
+    mixed = [
+        [
+            p.index
+            for p in next(
+                iter(build_loader(DataConfig(validation_shuffle=True, seed=n), dataset, split="val"))
+            )
+        ]
+        for n in (2, 2, 3)
+    ]
+    assert mixed[0] == mixed[1] != mixed[2] and sorted(mixed[0]) == list(range(8))
     assert [len(b) for b in build_loader(DataConfig(val_batch_size=3), dataset, split="val")] == [3, 3, 2]
     (tmp_path / "order.py").write_text(
         "class Backwards(list):\n    def __init__(self, rows, config):\n        super().__init__(range(len(rows))[::-1])\nclass No:\n    def __init__(self, rows, config): ...\n"

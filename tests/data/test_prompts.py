@@ -68,6 +68,11 @@ def test_prompts_carry_what_the_row_says(sums: str) -> None:
     )
 
 
+def test_a_row_names_its_agent(tmp_path: Path) -> None:
+    file = parquet(tmp_path / "agents.parquet", [row("a", agent_name="tool_agent"), row("b")])
+    assert [prompt.agent_name for prompt in build_prompts(config(file), TOKENIZER)] == ["tool_agent", None]
+
+
 def test_plain_rows_without_template(tmp_path: Path) -> None:
     (tmp_path / "add.jsonl").write_text('{"input": "1+1=", "label": 2}\n')
     settings = {
@@ -129,7 +134,12 @@ def test_tools_count_towards_the_length(sums: str) -> None:
     settings = config(sums, filter_overlong_prompts=True, max_prompt_length=8)
     assert len(build_prompts(settings, TOKENIZER, chat_template=template)) == 9
     shown = ToolListing([{"name": "find"}], frozenset({None}))
-    assert len(build_prompts(settings, TOKENIZER, chat_template=template, listing=shown)) == 5
+    filtered = build_prompts(settings, TOKENIZER, chat_template=template, listing=shown)
+    assert len(filtered) == 5
+    every = build_prompts(config(sums), TOKENIZER, chat_template=template, listing=shown)
+    assert [prompt.ids for prompt in filtered] == [prompt.ids for prompt in every][:5], (
+        "with the tools in them"
+    )
     hidden = ToolListing([{"name": "find"}], frozenset({"tool_agent"}))
     assert len(build_prompts(settings, TOKENIZER, chat_template=template, listing=hidden)) == 9
 
