@@ -127,3 +127,106 @@ def test_everybody_finishes_within_the_budget(
             done[scheduler.running[row].request, scheduler.running[row].index] = scheduler.lengths[row]
         scheduler.remove_finished(ended)
     assert done == wanted
+
+
+def paged(
+    *sizes: tuple[int, int], headroom: int = 64, **more: int
+) -> tuple[Scheduler, list[ScheduledSample]]:
+    """A scheduler for pages of 64 tokens with one waiting request per prompt length and limit."""
+    scheduler = Scheduler(max_num_seqs=16, budget=100_000, headroom=headroom, **more)
+    made = [ScheduledSample(i, 0, [i] * prompt, limit) for i, (prompt, limit) in enumerate(sizes)]
+    scheduler.add(made)
+    return scheduler, made
+
+
+def test_pages_are_counted_with_the_headroom_and_never_beyond_the_limit() -> None:
+    scheduler, _ = paged((64, 1000), (10, 20), (64, 80))
+    assert [s.request for s in scheduler.admit(free_pages=5)] == [1, 0, 2], "2 + 1 + 2 pages"
+    for pages, admitted in ((4, 2), (2, 1), (0, 1)):
+        scheduler, _ = paged((64, 1000), (10, 20), (64, 80))
+        assert len(scheduler.admit(free_pages=pages)) == admitted, "one runs however little there is"
+    scheduler, made = paged((64, 1000))
+    scheduler.admit(free_pages=5)
+    scheduler.add([ScheduledSample(9, 0, [9] * 10, 20)])
+    assert scheduler.admit(free_pages=1) == [], "the running row needs the free page soon"
+    assert scheduler.admit(free_pages=2) != []
+
+
+def test_samples_share_the_full_pages_of_a_prompt_that_is_computed() -> None:
+    for free, admitted in ((9, 4), (8, 3), (3, 1)):  # 3 pages, then 2 for each sample more
+        scheduler, _ = paged()
+        scheduler.add(samples(0, 4, prompt=100, limit=1000))
+        assert len(scheduler.admit(free)) == admitted
+    scheduler, _ = paged()
+    scheduler.add(samples(0, 1, prompt=100, limit=1000))
+    scheduler.admit(3)
+    scheduler.add(samples(0, 1, prompt=100, limit=1000))
+    scheduler.running[0].decode_prefill_len = 50
+    assert scheduler.admit(3) == [], "its pages are not computed yet; one is for the running row"
+    scheduler.running[0].decode_prefill_len = 0
+    assert len(scheduler.admit(3)) == 1
+
+
+def test_the_shapes_of_a_cache_of_pages() -> None:
+    scheduler, made = paged((10, 100), (10, 200), (10, 300), (10, 600))
+    scheduler.max_num_seqs = 3
+    assert scheduler.wanted_pages() == 2 + 4 + 5, "of as many as can run"
+    scheduler.admit(100)
+    scheduler.assign_prefixes(0, 99)
+    assert scheduler.table_shape() == (3, 320) and scheduler.wanted_pages() == 2 + 4 + 5
+    for multi_turn, pages in ((True, 2), (False, 0)):
+        scheduler, made = paged((70, 100))
+        made[0].multi_turn = multi_turn
+        scheduler.admit(100)
+        scheduler.assign_prefixes(0, 99)
+        scheduler.remove_finished([0], {0: range(80)})
+        assert scheduler.wanted_pages() == pages, "of finished conversations"
+
+
+def test_rows_that_are_sent_or_taken_back_wait_first() -> None:
+    scheduler, made = paged((4, 20), (3, 20), (5, 20), (6, 20))
+    scheduler.max_num_seqs = 3
+    admit(scheduler)
+    assert [s.request for s in scheduler.running] == [1, 0, 2] and scheduler.newest() == 2
+    assert scheduler.send_back(0) == [(2, 0)]
+    assert [s.request for s in scheduler.running] == [2, 0] and scheduler.newest() == 0
+    assert [s.request for s in scheduler.waiting] == [1, 3]
+    assert made[1].preempted and made[1].prefix is None and not made[0].preempted
+    scheduler.remove_finished([0, 1])
+    assert made[0].prefix is None
+
+    admissions = admit(scheduler)
+    assert [a.sample.request for a in admissions] == [1, 3] and scheduler.newest() == 1, "as before"
+    scheduler.take_back(admissions[1:])
+    assert scheduler.running == [made[1]] and scheduler.lengths == [3]
+    assert list(scheduler.waiting) == [made[3]] and made[3].prefix is None and not made[3].preempted
+    scheduler.add([made[0], made[2]])
+    assert scheduler.take_waiting(lambda s: s.request != 0) == [made[3], made[2]]
+    assert list(scheduler.waiting) == [made[0]] and scheduler.take_waiting(lambda s: False) == []
+    assert not scheduler.idle
+    scheduler.clear()
+    assert scheduler.idle and not scheduler.lengths
+
+
+def test_a_common_beginning_is_copied_from_the_longest_row_that_has_it() -> None:
+    scheduler = Scheduler(max_num_seqs=8, budget=10_000, max_decode_prefill=10)
+    text = list(range(300))
+    scheduler.add([ScheduledSample(0, 0, text[:200], 400), ScheduledSample(1, 0, text[:150], 400)])
+    short, long = admit(scheduler)
+    assert (short.sample.request, short.source_row, long.source_row) == (1, None, 0)
+    assert long.second_pass and long.num_cached_tokens == 150, "of a row that is computed in the same step"
+    scheduler.add([ScheduledSample(2, 0, text[:205], 400), ScheduledSample(3, 0, text[:250], 400)])
+    near, far = admit(scheduler)
+    assert (near.source_row, near.num_cached_tokens, near.decode_prefill) == (1, 200, True)
+    assert near.sample.decode_prefill_len == 205
+    assert (far.source_row, far.num_cached_tokens, far.decode_prefill, far.second_pass) == (
+        1,
+        200,
+        False,
+        False,
+    )
+    other = ScheduledSample(4, 0, text[:250], 400)
+    other.adapter = 3
+    scheduler.add([other])
+    (alone,) = admit(scheduler)
+    assert alone.source_row is None and alone.num_cached_tokens == 0
