@@ -145,7 +145,7 @@ def test_pages_are_counted_with_the_headroom_and_never_beyond_the_limit() -> Non
     for pages, admitted in ((4, 2), (2, 1), (0, 1)):
         scheduler, _ = paged((64, 1000), (10, 20), (64, 80))
         assert len(scheduler.admit(free_pages=pages)) == admitted, "one runs however little there is"
-    scheduler, made = paged((64, 1000))
+    scheduler, _ = paged((64, 1000))
     scheduler.admit(free_pages=5)
     scheduler.add([ScheduledSample(9, 0, [9] * 10, 20)])
     assert scheduler.admit(free_pages=1) == [], "the running row needs the free page soon"
@@ -168,7 +168,7 @@ def test_samples_share_the_full_pages_of_a_prompt_that_is_computed() -> None:
 
 
 def test_the_shapes_of_a_cache_of_pages() -> None:
-    scheduler, made = paged((10, 100), (10, 200), (10, 300), (10, 600))
+    scheduler, _ = paged((10, 100), (10, 200), (10, 300), (10, 600))
     scheduler.max_num_seqs = 3
     assert scheduler.wanted_pages() == 2 + 4 + 5, "of as many as can run"
     scheduler.admit(100)
@@ -192,6 +192,11 @@ def test_rows_that_are_sent_or_taken_back_wait_first() -> None:
     assert [s.request for s in scheduler.running] == [2, 0] and scheduler.newest() == 0
     assert [s.request for s in scheduler.waiting] == [1, 3]
     assert made[1].preempted and made[1].prefix is None and not made[0].preempted
+    admit(scheduler)
+    assert [s.request for s in scheduler.running] == [2, 0, 1] and scheduler.newest() == 0, (
+        "it was there before"
+    )
+    assert scheduler.send_back(2) == []
     scheduler.remove_finished([0, 1])
     assert made[0].prefix is None
 
