@@ -69,6 +69,24 @@ def test_newcomers_gather_while_the_queue_is_longer_than_the_free_rows() -> None
     )
 
 
+def test_when_to_look_for_newcomers() -> None:
+    """(running, waiting) of eight rows, of which two must be free while more wait than are free."""
+    for counts, expected in {
+        (0, 0): False,
+        (8, 1): False,
+        (8, 0): False,
+        (0, 9): True,
+        (7, 1): True,
+        (7, 2): False,
+        (6, 2): True,
+        (6, 9): True,
+    }.items():
+        scheduler = Scheduler(max_num_seqs=8, budget=10_000, min_admit_share=1 / 4)
+        scheduler.running = samples(0, counts[0])
+        scheduler.add(samples(1, counts[1]))
+        assert scheduler.may_admit() == expected, counts
+
+
 def test_admission_stops_where_the_budget_ends() -> None:
     scheduler = Scheduler(max_num_seqs=99, budget=200, block=10)
     scheduler.add(samples(0, 50, prompt=30, limit=100))
