@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from strop.config.aliases import drop_without_effect, flatten, nest, notice, reason_for, translate
 from strop.config.aliases.async_lengths import ASYNC_LENGTHS, fill_async_lengths
+from strop.config.aliases.programs import fill_defaults
 from strop.config.commandline import (
     environment_as_text,
     force_override,
@@ -126,6 +127,7 @@ def load(
         if value != "???" and (value != {} or schema.is_free(path)):
             set_values[path] = value
     leaves, notices = translate(environment_as_text(set_values), root, named)
+    notices += fill_defaults(leaves, root, named, set_values)
     notices += fill_async_lengths(leaves, set_values)
     leaves, without_effect = drop_without_effect(leaves, schema.has)
     notices += without_effect + schema.drop_nulls(leaves)

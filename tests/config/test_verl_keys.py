@@ -265,6 +265,27 @@ def test_lengths_of_asynchronous_training_count_in_steps():
     assert load("ppo_trainer", words).config.trainer.test_freq == 10
 
 
+def test_asynchronous_programs_have_the_defaults_of_their_files():
+    """Their commands need no --config-name: ratios are to the engine's log-probs either way."""
+
+    def found(*words, name=None):
+        config = load("ppo_trainer", words, name, name and "config").config
+        plan, actor = config.trainer.async_training, config.actor_rollout_ref.actor
+        bypass = config.algorithm.rollout_correction.bypass_mode
+        return bypass, actor.use_rollout_log_probs, plan.staleness_threshold, plan.trigger_parameter_sync_step
+
+    separate = "actor_rollout_ref.hybrid_engine=False"
+    step = found(separate, "rollout.nnodes=1")
+    assert step[:2] == (True, False) == found(name="one_step_off_ppo_trainer")[:2]
+    fully = found(separate, "async_training.require_batches=1", "rollout.nnodes=1")
+    assert fully == (True, True, 0.1, 4) == found(name="fully_async_ppo_trainer")
+    own = found(
+        separate, "async_training.staleness_threshold=0.5", "+algorithm.rollout_correction.bypass_mode=False"
+    )
+    assert own == (False, True, 0.5, 4)
+    assert found("actor_rollout_ref.hybrid_engine=True")[0] is False
+
+
 def test_the_sync_interval_of_the_new_trainer_can_be_set():
     words = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2"]
     assert load("ppo_trainer", words).config.trainer.async_training.trigger_parameter_sync_step == 2
@@ -279,6 +300,24 @@ def test_the_generation_server_of_verl_has_the_defaults_of_ppo(tmp_path):
     rollout = config.rollout
     assert (rollout.top_p, rollout.top_k, rollout.prompt_length, rollout.response_length) == (0.9, -1, 512, 9)
     assert config.data.n_samples == 2
+
+
+def test_a_command_of_the_newer_sft_trainer_has_its_defaults():
+    def optim(*words):
+        loaded = load("sft_trainer", ["model.path=m", "data.train_files=t", *words])
+        found = loaded.config.optim
+        assert not [finding for finding in check(loaded) if finding.level == "error"]
+        said = [text for text in loaded.notices if "verl's sft_trainer" in text]
+        return [found.lr, found.lr_scheduler_type, found.lr_warmup_steps_ratio, found.betas, len(said)]
+
+    older = [1e-5, "cosine", 0.1, [0.9, 0.95]]
+    assert optim() == [*older, 0]
+    assert optim("engine=fsdp") == optim("engine.fsdp_size=1") == [1e-3, "constant", 0.0, [0.9, 0.999], 1]
+    some = ["engine=fsdp", "optim=fsdp", "optim.lr=1e-4", "optim.warmup_style=cosine"]
+    assert optim(*some) == [1e-4, "cosine", 0.0, [0.9, 0.999], 1]
+    megatron = ["engine=megatron", "optim=megatron", "optim.lr=2e-5", "optim.lr_decay_style=cosine"]
+    assert optim(*megatron) == [2e-5, "constant", 0.0, [0.9, 0.999], 1]
+    assert optim("model.strategy=megatron", "optim.lr_decay_style=cosine") == [*older, 0]
 
 
 def test_a_link_to_an_old_name_is_followed(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,8 +95,9 @@ def megatron(loaded: Loaded[PpoConfig]) -> Findings:
     """Every model that is divided by Megatron."""
     config = loaded.config
     actor = config.actor_rollout_ref.actor
-    yield from megatron_schedule("actor_rollout_ref.actor.optim", actor.optim, actor.strategy)
-    yield from megatron_schedule("critic.optim", config.critic.optim, config.critic.strategy)
+    chosen = loaded.set_by_user
+    yield from megatron_schedule("actor_rollout_ref.actor.optim", actor.optim, actor.strategy, chosen)
+    yield from megatron_schedule("critic.optim", config.critic.optim, config.critic.strategy, chosen)
     yield from role_findings(list(megatron_roles(config)))
     if actor.strategy == "megatron":
         yield from own_balance("actor_rollout_ref.actor", actor.aux_loss_coef)
@@ -169,17 +170,20 @@ def own_balance(key: str, coefficient: float) -> Findings:
         )
 
 
-def megatron_schedule(key: str, optim: OptimConfig, strategy: str) -> Findings:
-    """Keys of Megatron's schedule with another backend, or together with lr_scheduler_type."""
+def megatron_schedule(key: str, optim: OptimConfig, strategy: str, chosen: Container[str]) -> Findings:
+    """Keys of Megatron's schedule with another backend, or together with an lr_scheduler_type that the user
+    chose. `chosen`: keys that the user set."""
     given = megatron_schedule_keys(optim)
     if given and strategy != "megatron":
         message = f"no effect with strategy={strategy}; set {key}.lr_scheduler_type."
         yield warning(f"{key}.{given[0]}", message)
-    elif given and optim.lr_scheduler_type != "constant":
+        return
+    named = [f"{key}.{name}" for name in ("lr_scheduler", "lr_scheduler_type") if f"{key}.{name}" in chosen]
+    if given and named and optim.lr_scheduler_type != "constant":
         yield error(
             f"{key}.{given[0]}",
-            f"{getattr(optim, given[0])} with lr_scheduler_type={optim.lr_scheduler_type}: both are "
-            f"schedules. Set {key}.lr_decay_style, or take the keys of Megatron's schedule out.",
+            f"{getattr(optim, given[0])} with {named[0]}={optim.lr_scheduler_type}: both are schedules. Take "
+            "one of them out.",
         )
 
 

@@ -85,7 +85,7 @@ def strategy(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     """Some backends of verl do not exist here."""
     chosen = loaded.config.model.strategy
     yield from unsupported_strategy("model.strategy", chosen)
-    yield from megatron_schedule("optim", loaded.config.optim, chosen)
+    yield from megatron_schedule("optim", loaded.config.optim, chosen, loaded.set_by_user)
     yield from role_findings(list(supervised_role(loaded.config)))
     if chosen == "megatron":
         yield from own_balance("model", loaded.config.model.aux_loss_coef)
