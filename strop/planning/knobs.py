@@ -233,7 +233,7 @@ def _sharding(config: TrainingConfig, cluster: PlannedCluster, found: Forecast) 
     for role in roles:
         key = f"{job.paths[role]}.fsdp_config.fsdp_size"
         size = read(config, key)
-        if cluster.ranks > 1 and size not in (-1, cluster.ranks):
+        if size != -1 and isinstance(size, int) and size < cluster.ranks:
             yield SettingChange(key, size, -1, "all ranks share one copy of the weights")
     for role in roles:
         key = f"{job.paths[role]}.fsdp_config.offload_policy"

@@ -86,12 +86,12 @@ def _placement(
 ) -> Placement:
     ranks = cluster.ranks
     size = fsdp.fsdp_size
-    if size not in (-1, ranks) and (size < 1 or ranks % size):
+    if size == -1 or size > ranks:
+        size = ranks
+    if size < 1 or ranks % size:
         raise ValueError(
             f"fsdp_size={size} does not divide the {ranks} ranks. Set -1, or a divisor of {ranks}."
         )
-    if size == -1:
-        size = ranks
     return Placement(
         ranks=ranks,
         shards=size,

@@ -403,6 +403,9 @@ def test_groups_of_ranks_that_share_the_weights():
     key, four = "actor_rollout_ref.actor.fsdp_config.fsdp_size", "trainer.n_gpus_per_node=4"
     assert key not in errors(f"{key}=2", four) and key not in errors(f"{key}=3")  # one device shares nothing
     assert "3 does not divide the 4 devices" in errors(f"{key}=3", four)[key]
+    assert key not in errors(f"{key}=8", four)  # a command for more devices, as in verl: all four
+    experts = "actor_rollout_ref.actor.fsdp_config.expert_parallel_size"
+    assert "does not divide the 4 devices" in errors(f"{key}=8", f"{experts}=8", four)[experts]
     matrices = errors(f"{key}=2", "actor_rollout_ref.actor.tensor_parallel_size=4", four)
     assert "tensor_parallel_size=4 does not divide the 2 devices" in matrices[key]
     critic = "critic.model.fsdp_config.fsdp_size"
@@ -458,6 +461,8 @@ def test_transports_of_weights_that_are_not_there():
         "folder has no effect with backend=nccl"
         in warnings(rollout, f"{path}.backend=nccl", own)[f"{path}.engine_kwargs"]
     )
+    of_verl = f"+{path}.engine_kwargs.delta_sharded.encoding=indices"
+    assert "no effect" in warnings(rollout, of_verl)[f"{path}.engine_kwargs.delta_sharded"]
     assert (
         "unknown setting 'foldr'"
         in errors(rollout, f"+{path}.engine_kwargs.foldr=x")[f"{path}.engine_kwargs"]

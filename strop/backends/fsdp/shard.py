@@ -97,7 +97,7 @@ def _divisors(count: int) -> list[int]:
 
 def make_mesh(device: torch.device, world: int, fsdp_size: int) -> DeviceMesh:
     """All ranks share one copy of the weights, or groups of `fsdp_size` ranks do: the groups are replicas."""
-    if fsdp_size in (-1, world):
+    if fsdp_size == -1 or fsdp_size >= world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=(SHARDS,))
     if fsdp_size < 1 or world % fsdp_size:
         raise ValueError(

@@ -82,7 +82,7 @@ def expert_parallel(
         yield error(key, f"{size} does not go together with LoRA. Set it to 1.")
     ranks = devices
     if fsdp.fsdp_size > 0:
-        ranks = fsdp.fsdp_size
+        ranks = min(fsdp.fsdp_size, devices)
     if ranks % size:
         fitting = [one for one in range(1, ranks + 1) if ranks % one == 0]
         yield error(
@@ -118,7 +118,7 @@ def shard_groups(key: str, strategy: str, fsdp: FsdpConfig, tensor: int, devices
     """The ranks divide into groups of fsdp_size, and a group into `tensor` parts of each matrix. `key`: that
     of the fsdp_config of one model."""
     size = fsdp.fsdp_size
-    if devices == 1 or strategy == "megatron" or size in (-1, devices):
+    if devices == 1 or strategy == "megatron" or size == -1 or size >= devices:
         return
     if size < 1 or devices % size:
         fitting = [one for one in range(1, devices) if devices % one == 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from strop.config.derived import device_count, engine_name, missing_library
@@ -159,8 +160,14 @@ def weight_transport(loaded: Loaded[PpoConfig]) -> Findings:
             f"{settings.backend} is not there. Set nccl (a broadcast; by gloo between machines without "
             "CUDA), naive (Ray's object store) or file (a folder that all machines see).",
         )
-    for name in settings.engine_kwargs:
-        if name != "folder":
+    for name, value in settings.engine_kwargs.items():
+        if isinstance(value, Mapping):  # verl's, by transport
+            yield warning(
+                f"{path}.engine_kwargs.{name}",
+                f"no effect: the transports have no such settings. There is {path}.engine_kwargs.folder, for "
+                f"{path}.backend=file.",
+            )
+        elif name != "folder":
             yield error(
                 f"{path}.engine_kwargs",
                 f"unknown setting {name!r}. There is folder, for {path}.backend=file.",

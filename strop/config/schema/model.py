@@ -231,7 +231,8 @@ class FsdpConfig:
     """Free the gathered weights after the forward pass (ZeRO-3). False keeps them for the backward pass
     (ZeRO-2)."""
     fsdp_size: int = setting(-1, at_least=-1)
-    """Ranks that shard one copy of the weights; several copies are replicas (HSDP). -1: all ranks."""
+    """Ranks that shard one copy of the weights; several copies are replicas (HSDP). -1, or more than
+    there are: all ranks."""
     expert_parallel_size: int = setting(1, at_least=1)
     """Adjacent ranks that share the experts of each layer; tokens are sent to the ranks of their experts. It
     must divide the number of experts, and the number of ranks that share a copy of the weights. 1: every rank
