@@ -493,6 +493,21 @@ def test_values_survive_hydras_grammar(value):
         assert override.value() == written
 
 
+def test_a_token_budget_holds_one_sequence():
+    """OpenRLHF gives a longer sequence a pass of its own."""
+    command = (
+        "train_ppo_ray --actor.model_name_or_path m --data.prompt_dataset d.jsonl --data.max_len 74240 --rollout.max_new_tokens "
+        "64000 --train.dynamic_batch_enable --train.max_tokens_per_gpu 16192 --rollout.max_tokens_per_gpu 40000 "
+        "--ds.ring_attn_size 2 --algo.advantage.estimator rloo --rollout.n_samples_per_prompt 8 --actor.num_gpus_per_node 8"
+    )
+    conversion = convert(command.split())
+    loaded = composed(conversion)
+    actor, rollout = loaded.config.actor_rollout_ref.actor, loaded.config.actor_rollout_ref.rollout
+    assert actor.ppo_max_token_len_per_gpu == 37120 and rollout.log_prob_max_token_len_per_gpu == 40000
+    assert any("--train.max_tokens_per_gpu 16192 does not hold one" in note for note in conversion.notes)
+    assert not [f for f in check(loaded) if "max_token_len" in f.key]
+
+
 def test_odd_paths_arrive_as_they_are():
     conversion = convert(["train_ppo_ray", "--pretrain", "it's \\ odd, [really]=1", "--prompt_data", "null"])
     config = composed(conversion).config
@@ -517,6 +532,19 @@ def test_the_reward_server_converts() -> None:
     )
     assert config.model.value_head_prefix == "value_head"
     assert [flag for flag, _, _ in conversion.unmapped] == ["--flash_attn"]
+    newest = (
+        "serve_rm --reward.model_name_or_path m --port 5000 --ds.param_dtype fp16 --batch_size 16 "
+        "--ds.attn_implementation flash_attention_2 --reward.normalize_enable --data.max_len 8192"
+    )
+    conversion = convert(newest.split())
+    config = load("reward_server", conversion.arguments()).config
+    assert (config.model.path, config.model.value_head_prefix) == ("m", "score")
+    assert (config.server.dtype, config.server.max_length, config.server.host) == ("float16", 8192, "0.0.0.0")
+    assert config.server.normalize and [flag for flag, _, _ in conversion.unmapped] == [
+        "--ds.attn_implementation"
+    ]
+    with pytest.raises(ValueError, match="bf16 or fp16, got 'int8'"):
+        convert(["serve_rm", "--ds.param_dtype", "int8"])
     with pytest.raises(ValueError, match="reward_pretrain"):
         convert(["serve_rm", "--reward_pretrian", "m"])
     with pytest.raises(ValueError, match="whole number"):

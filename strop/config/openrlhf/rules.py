@@ -111,6 +111,14 @@ def lengths(draft: ConversionDraft) -> None:
     )
 
 
+def longest_sequence(draft: ConversionDraft) -> int:
+    """Tokens of a prompt and its response."""
+    lengths = ("prompt_max_len", "generate_max_len")
+    if draft.generation == 1 or draft.given(*lengths):
+        return sum(int(draft.value(name)) for name in lengths)
+    return int(draft.value("data.max_len"))
+
+
 def kl(draft: ConversionDraft) -> None:
     """KL in the reward, in the loss, or nowhere."""
     coef = "algo.kl.init_coef"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from strop.config.openrlhf.command import ConversionDraft, Override
-from strop.config.openrlhf.rules import ACTOR, REF, ROLLOUT
+from strop.config.openrlhf.rules import ACTOR, REF, ROLLOUT, longest_sequence
 from strop.config.openrlhf.table import SAVED, SCHEDULES, NoEquivalentError
 
 # A checkpoint is written every `save_freq` steps and at the end; a period longer than any run leaves the end.
@@ -105,10 +105,26 @@ def dynamic_batch(draft: ConversionDraft) -> None:
     draft.put(f"{ACTOR}.use_dynamic_bsz", True, on)
     draft.put("actor_rollout_ref.model.use_remove_padding", True, on, why="dynamic batches are packed")
     for key in (f"{ACTOR}.ppo", "critic.ppo"):
-        draft.put(f"{key}_max_token_len_per_gpu", draft.value(train), train)
+        draft.put(f"{key}_max_token_len_per_gpu", _token_budget(draft, train), train)
     if draft.value(forward) is not None:
         for key in (f"{ROLLOUT}.log_prob", f"{REF}.log_prob", "critic.forward"):
-            draft.put(f"{key}_max_token_len_per_gpu", draft.value(forward), forward)
+            draft.put(f"{key}_max_token_len_per_gpu", _token_budget(draft, forward), forward)
+
+
+def _token_budget(draft: ConversionDraft, flag: str) -> int:
+    """Tokens per pass, at least those of one sequence: OpenRLHF gives a longer one a pass of its own."""
+    longest = longest_sequence(draft)
+    needed = -(-longest // int(draft.value("ds.ring_attn_size")))
+    budget = int(draft.value(flag))
+    if budget >= needed:
+        return budget
+    note = (
+        f"{draft.name(flag)} {budget} does not hold one sequence of {longest} tokens, which gets a pass of "
+        f"its own there; here a pass holds at least one: {needed} per GPU."
+    )
+    if note not in draft.notes:
+        draft.notes.append(note)
+    return needed
 
 
 def sequence_parallel(draft: ConversionDraft) -> None:

@@ -1,7 +1,6 @@
 """Converts OpenRLHF's `serve_rm`, its HTTP server of a reward model, to `strop serve-rm`.
 
-The server has a dozen flags of one generation and no generations of defaults, so it has a small table here
-and none of the rules of the trainers.
+The server has a dozen flags, so it has a small table here and none of the rules of the trainers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,16 @@ FLAGS: dict[str, tuple[str, type]] = {
     "host": ("server.host", str),
     "batch_size": ("server.max_batch_size", int),
     "bf16": ("server.dtype", bool),
+    "ds.param_dtype": ("server.dtype", str),
 }
+DOTTED = {
+    "reward.model_name_or_path": "reward_pretrain",
+    "reward.normalize_enable": "normalize_reward",
+    "ds.value_head_prefix": "value_head_prefix",
+    "data.max_len": "max_len",
+}
+"""Names since 2026-04 -> names before."""
+FLAGS |= {name: FLAGS[flat] for name, flat in DOTTED.items()}
 DEFAULTS: dict[str, object] = {
     "value_head_prefix": "value_head",
     "max_len": 2048,
@@ -27,13 +35,28 @@ DEFAULTS: dict[str, object] = {
     "bf16": False,
 }
 """OpenRLHF's defaults that differ from ours; without --bf16 the model computes in float32."""
+DOTTED_DEFAULTS: dict[str, object] = {"data.max_len": 2048, "host": "0.0.0.0"}
+"""Since 2026-04."""
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", True: "bfloat16", False: "float32"}
+_FOUR_BITS = "4-bit weights are for training with LoRA; the server computes in 16 bits"
+_ATTENTION = "attention is chosen by the device"
+_PACKED = "texts are always packed"
+_TOKENIZER = "the tokenizer's own class is used"
 WITHOUT_EQUIVALENT = {
-    "load_in_4bit": "4-bit weights are for training with LoRA; the server computes in 16 bits",
-    "flash_attn": "attention is chosen by the device",
-    "packing_samples": "texts are always packed",
-    "disable_fast_tokenizer": "the tokenizer's own class is used",
+    "load_in_4bit": _FOUR_BITS,
+    "ds.load_in_4bit": _FOUR_BITS,
+    "flash_attn": _ATTENTION,
+    "packing_samples": _PACKED,
+    "ds.packing_samples": _PACKED,
+    "disable_fast_tokenizer": _TOKENIZER,
+    "data.disable_fast_tokenizer": _TOKENIZER,
     "use_ms": "download the model first and give its folder",
 }
+WITHOUT_EQUIVALENT_VALUES = {
+    "ds.attn_implementation": _ATTENTION,
+    "ds.experts_implementation": "the computation of experts is chosen by the device",
+}
+"""These have a value."""
 
 
 def read_flags(words: list[str]) -> tuple[list[Override], list[tuple[str, str, str]]]:
@@ -46,10 +69,12 @@ def read_flags(words: list[str]) -> tuple[list[Override], list[tuple[str, str, s
         if name in WITHOUT_EQUIVALENT:
             unmapped.append((f"--{name}", "", WITHOUT_EQUIVALENT[name]))
             continue
-        if name not in FLAGS:
-            known = [*FLAGS, *WITHOUT_EQUIVALENT]
+        if name not in FLAGS and name not in WITHOUT_EQUIVALENT_VALUES:
+            known = [*FLAGS, *WITHOUT_EQUIVALENT, *WITHOUT_EQUIVALENT_VALUES]
             raise ValueError(f"Unknown flag --{name} of OpenRLHF's serve_rm.{did_you_mean(name, known)}")
-        kind = FLAGS[name][1]
+        kind: type = str
+        if name in FLAGS:
+            kind = FLAGS[name][1]
         if kind is bool:
             if equals:
                 raise ValueError(f"--{name} is a switch and takes no value, got {value!r}. Leave that out.")
@@ -59,13 +84,21 @@ def read_flags(words: list[str]) -> tuple[list[Override], list[tuple[str, str, s
             if not rest or rest[0].startswith("--"):
                 raise ValueError(f"--{name} needs a value, but none follows it.")
             value = rest.pop(0)
+        if name in WITHOUT_EQUIVALENT_VALUES:
+            unmapped.append((f"--{name}", value, WITHOUT_EQUIVALENT_VALUES[name]))
+            continue
+        if name == "ds.param_dtype" and value not in DTYPES:
+            raise ValueError(f"--{name} is bf16 or fp16, got {value!r}.")
         try:
             given[name] = kind(value)
         except ValueError:
             raise ValueError(f"--{name} needs a whole number, got {value!r}.") from None
     overrides = [_override(name, value, implied=False) for name, value in given.items()]
+    defaults = DEFAULTS
+    if any("." in word.partition("=")[0] for word in words if word.startswith("--")):
+        defaults = DOTTED_DEFAULTS
     overrides += [
-        _override(name, value, implied=True) for name, value in DEFAULTS.items() if name not in given
+        _override(name, value, implied=True) for name, value in defaults.items() if name not in given
     ]
     return overrides, unmapped
 
@@ -73,5 +106,6 @@ def read_flags(words: list[str]) -> tuple[list[Override], list[tuple[str, str, s
 def _override(name: str, value: object, *, implied: bool) -> Override:
     key = FLAGS[name][0]
     if key == "server.dtype":
-        value = "bfloat16" if value else "float32"
+        assert isinstance(value, bool | str)
+        value = DTYPES[value]
     return Override(key, value, f"--{name}", DEFAULT if implied else "", implied)
