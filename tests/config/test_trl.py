@@ -138,6 +138,39 @@ def test_values_that_switch_something_off(tmp_path: Path):
     assert "strop.sft('m', val=held_out, **keys)" in conversion.render()
 
 
+def test_arguments_of_the_chat_template_stay_a_mapping(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text("GRPOTrainer('m', f, args=GRPOConfig(chat_template_kwargs={'enable_thinking': False}))")
+    in_words = ["grpo", "--chat_template_kwargs", '{"enable_thinking": false}']
+    for command in ([str(path)], in_words):
+        config = load("ppo_trainer", convert_trl(command).arguments()).config
+        assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_the_file_of_a_command_is_read(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model_name_or_path: m\nlearning_rate: 2e-4\nuse_peft: true\nlora_r: 4\nbeta: 0.5\nseed:\n"
+    )
+    words = ["dpo", "--config", str(path), "--beta", "0.2", "--num_processes", "4"]
+    conversion = convert_trl(words)
+    config = load("dpo_trainer", conversion.arguments()).config
+    assert (config.model.path, config.optim.lr, config.model.lora_rank, config.loss.beta) == (
+        "m",
+        2e-4,
+        4,
+        0.2,
+    )
+    reasons = {name: reason for name, _, reason in conversion.unmapped}
+    assert "trainer.n_gpus_per_node" in reasons["num_processes"] and "config" not in reasons
+    for text, message in (("- 1\n", "arguments and values, got list"), ("a: [\n", "is not YAML")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            convert_trl(words)
+    with pytest.raises(ValueError, match="does not exist"):
+        convert_trl(["dpo", "--config", "missing.yaml"])
+
+
 def test_validation_samples_as_training_does():
     words = ["grpo", "--eval_strategy", "steps", "--temperature", "0.7", "--num_generations", "8"]
     config = load("ppo_trainer", convert_trl(words).arguments()).config

@@ -246,6 +246,8 @@ def hydra_value(value: object) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(hydra_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{hydra_value(inside)}" for name, inside in value.items()) + "}"
     text = str(value)
     if _PLAIN.fullmatch(text) and text.lower() not in _SPECIAL and not _looks_like_number(text):
         return text

@@ -9,9 +9,14 @@ script assigns a literal once. What only running the script could tell is report
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import yaml
+
+from strop.config.yaml_files import read_limited
 
 TRAINERS = {"GRPO": "grpo", "RLOO": "rloo", "SFT": "sft", "DPO": "dpo", "Reward": "reward"}
 """Prefix of TRL's class names, and TRL's command."""
@@ -95,8 +100,9 @@ def read_script(path: Path) -> TrlRun:
 
 
 def read_command(trainer: str, words: Sequence[str]) -> TrlRun:
-    """The flags of `trl grpo --learning_rate 1e-6 --use_vllm ...`."""
+    """The flags of `trl grpo --learning_rate 1e-6 --use_vllm ...`. They win over those of a --config FILE."""
     run = TrlRun(trainer, source=f"trl {trainer}")
+    flags: dict[str, object] = {}
     at = 0
     words = list(words)
     while at < len(words):
@@ -109,8 +115,29 @@ def read_command(trainer: str, words: Sequence[str]) -> TrlRun:
         while not equals and at < len(words) and not words[at].startswith("--"):
             values.append(words[at])
             at += 1
-        _put_flag(run, name, values)
+        read = [_word(text) for text in values]
+        flags[name] = read or True
+        if len(read) == 1:
+            flags[name] = read[0]
+    if "config" in flags:
+        flags = {**_read_file(str(flags.pop("config"))), **flags}
+    for name, given in flags.items():
+        _put_flag(run, name, given)
     return run
+
+
+def _read_file(path: str) -> dict[str, object]:
+    """The arguments in a YAML file of `trl grpo --config FILE`."""
+    where = f"--config {path}"
+    try:
+        tree = yaml.safe_load(read_limited(Path(path), where))
+    except yaml.YAMLError as problem:
+        raise ValueError(f"{where} is not YAML: {' '.join(str(problem).split())}.") from problem
+    if not isinstance(tree, dict):
+        raise ValueError(f"{where} must hold arguments and values, got {type(tree).__name__}.")
+    # YAML reads 2e-4 as text.
+    values = {str(name): _word(value) if isinstance(value, str) else value for name, value in tree.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 _MODEL_FLAGS = {
@@ -129,13 +156,7 @@ USE_PEFT = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 """Defaults of TRL's --lora_r, --lora_alpha and --lora_dropout."""
 
 
-def _put_flag(run: TrlRun, name: str, values: list[str]) -> None:
-    read = [_word(value) for value in values]
-    value: object = True
-    if len(read) == 1:
-        value = read[0]
-    elif read:
-        value = read
+def _put_flag(run: TrlRun, name: str, value: object) -> None:
     if name in _MODEL_FLAGS:
         run.given[_MODEL_FLAGS[name]] = value
     elif name in _LORA_FLAGS:
@@ -153,6 +174,11 @@ def _word(text: str) -> object:
     """A word of a command line as the value that it spells."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    if text.startswith("{"):
+        try:
+            return json.loads(text)
+        except (json.JSONDecodeError, RecursionError):
+            return text
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

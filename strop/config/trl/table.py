@@ -133,7 +133,11 @@ _PACKED = "rows are always packed without padding, and never see each other"
 _SERVER = "set rollout.engine_kwargs.vllm.url for a vLLM server"
 _ENTROPY = "the weight of the entropy bonus is constant"
 _SPEED = "it changes speed or memory only"
+_LAUNCH = "it is for accelerate: set trainer.n_gpus_per_node, and trainer.nnodes for several machines"
 MISSING = {
+    "num_processes": _LAUNCH,
+    "num_machines": _LAUNCH,
+    "accelerate_config": _LAUNCH,
     "packing": _PACKED + "; a packed row of TRL holds several, so that data.train_batch_size is too small",
     "shuffle_dataset": "rows are shuffled in every epoch, as in transformers; data.shuffle=false keeps them",
     "padding_free": _PACKED,
