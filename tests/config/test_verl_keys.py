@@ -167,6 +167,12 @@ def test_keys_of_the_example_commands_compose(root):
         ("ppo_trainer", "actor_rollout_ref.model.lora_alpha=0", "actor_rollout_ref.model.lora_alpha", 0),
         ("ppo_trainer", "model_engine=megatron", "actor_rollout_ref.actor.strategy", "megatron"),
         ("ppo_trainer", "rollout.nnodes=2", "actor_rollout_ref.rollout.nnodes", 2),
+        (
+            "ppo_trainer",
+            "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+            "actor_rollout_ref.actor.router_replay.mode",
+            "R3",
+        ),
         ("sft_trainer", "engine.fsdp_size=4", "model.fsdp_config.fsdp_size", 4),
         ("sft_trainer", "engine.ulysses_sequence_parallel_size=2", "ulysses_sequence_parallel_size", 2),
         ("sft_trainer", "engine=veomni", "model.strategy", "veomni"),

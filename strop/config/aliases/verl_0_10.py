@@ -42,6 +42,11 @@ def _model_engine(_: str, engine: object) -> dict[str, object]:
     return {} if engine in ("dp", "fsdp") else {"actor_rollout_ref.actor.strategy": engine}
 
 
+def _router_replay(name: str, value: object) -> dict[str, object]:
+    """actor.megatron.router_replay, which verl reads with strategy=megatron."""
+    return {} if value == "disabled" else {f"actor_rollout_ref.actor.router_replay.{name}": value}
+
+
 def _thinking(_: str, value: object) -> dict[str, object]:
     """data.enable_thinking_default: `none` leaves it to the chat template."""
     if value in (None, "none"):
@@ -118,6 +123,9 @@ VERL_0_10: tuple[Alias, ...] = (
     Alias("sandbox_fusion.*", under("reward_model.sandbox_fusion.{prefix}"), "moved", PPO),
     # Backends of training.
     Alias("model_engine", _model_engine, "the backend is a key of the actor", PPO),
+    Alias(
+        "actor_rollout_ref.actor.megatron.router_replay.*", _router_replay, "the same for every strategy", PPO
+    ),
     Alias("critic.fsdp.*", under("critic.model.fsdp_config.{prefix}"), "moved", PPO),
     Alias("actor_rollout_ref.actor.policy_loss.tau_pos", ("actor_rollout_ref.actor.tau_pos",), "moved", PPO),
     Alias("actor_rollout_ref.actor.policy_loss.tau_neg", ("actor_rollout_ref.actor.tau_neg",), "moved", PPO),
