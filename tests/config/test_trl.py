@@ -154,7 +154,9 @@ def test_the_file_of_a_command_is_read(tmp_path: Path):
     )
     words = ["dpo", "--config", str(path), "--beta", "0.2", "--num_processes", "4"]
     conversion = convert_trl(words)
-    config = load("dpo_trainer", conversion.arguments()).config
+    loaded = load("dpo_trainer", conversion.arguments())
+    config = loaded.config
+    assert loaded.notices == []
     assert (config.model.path, config.optim.lr, config.model.lora_rank, config.loss.beta) == (
         "m",
         2e-4,

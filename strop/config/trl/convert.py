@@ -99,7 +99,10 @@ def _optimizer(draft: Draft) -> None:
         "constant": "constant",
     }
     if schedule in known:
-        draft.put(draft.section("optim.lr_scheduler_type"), known[schedule], "lr_scheduler_type")
+        key = draft.section("optim.lr_scheduler_type")
+        if key == "optim.lr_scheduler_type":
+            key = "optim.lr_scheduler"  # its name in supervised training
+        draft.put(key, known[schedule], "lr_scheduler_type")
     else:
         reason = f"schedules are {', '.join(sorted(set(known.values())))} and wsd"
         draft.unmapped.append(("lr_scheduler_type", schedule, reason))
