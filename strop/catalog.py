@@ -47,30 +47,36 @@ ADVANTAGES.declare("flash_reinforce", f"{_advantages}.outcome:flash_reinforce", 
 # --- Policy losses ------------------------------------------------------------------------------------------
 # aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides; proportional:
 # where the advantages of a row are 0, its loss and gradient are 0; penalty: what it adds for a distance to
-# the old policy, also where the advantages are 0.
-POLICY_LOSSES = Registry("policy loss", facts={"aggregation": None, "proportional": False, "penalty": None})
+# the old policy, also where the advantages are 0; clips: it takes clip_low and clip_high.
+POLICY_LOSSES = Registry(
+    "policy loss", facts={"aggregation": None, "proportional": False, "penalty": None, "clips": False}
+)
 _losses = "strop.algorithms.policy_losses"
-POLICY_LOSSES.declare("vanilla", f"{_losses}.clipped:vanilla", proportional=True)
-POLICY_LOSSES.declare("dppo_tv", f"{_losses}.clipped:dppo_tv", proportional=True)
-POLICY_LOSSES.declare("dppo_kl", f"{_losses}.clipped:dppo_kl", proportional=True)
-POLICY_LOSSES.declare("gspo", f"{_losses}.sequence:gspo", proportional=True)
+POLICY_LOSSES.declare("vanilla", f"{_losses}.clipped:vanilla", proportional=True, clips=True)
+POLICY_LOSSES.declare("dppo_tv", f"{_losses}.clipped:dppo_tv", proportional=True, clips=True)
+POLICY_LOSSES.declare("dppo_kl", f"{_losses}.clipped:dppo_kl", proportional=True, clips=True)
+POLICY_LOSSES.declare("gspo", f"{_losses}.sequence:gspo", proportional=True, clips=True)
 POLICY_LOSSES.declare(
-    "luspo", f"{_losses}.sequence:gspo", aggregation="seq-mean-token-sum", proportional=True
+    "luspo", f"{_losses}.sequence:gspo", aggregation="seq-mean-token-sum", proportional=True, clips=True
 )
 POLICY_LOSSES.declare(
-    "geo_mean", f"{_losses}.sequence:geo_mean", aggregation="seq-mean-token-mean", proportional=True
+    "geo_mean",
+    f"{_losses}.sequence:geo_mean",
+    aggregation="seq-mean-token-mean",
+    proportional=True,
+    clips=True,
 )
-POLICY_LOSSES.declare("cispo", f"{_losses}.smooth:cispo", proportional=True)
+POLICY_LOSSES.declare("cispo", f"{_losses}.smooth:cispo", proportional=True, clips=True)
 POLICY_LOSSES.declare("sapo", f"{_losses}.smooth:sapo", aggregation="seq-mean-token-mean", proportional=True)
 POLICY_LOSSES.declare("vespo", f"{_losses}.smooth:vespo", proportional=True)
-POLICY_LOSSES.declare("clip_cov", f"{_losses}.covariance:clip_cov")
+POLICY_LOSSES.declare("clip_cov", f"{_losses}.covariance:clip_cov", clips=True)
 POLICY_LOSSES.declare(
     "kl_cov", f"{_losses}.covariance:kl_cov", penalty="ppo_kl_coef, on tokens that it chooses by advantage"
 )
 POLICY_LOSSES.declare("gpg", f"{_losses}.reinforce:gpg", proportional=True)
 POLICY_LOSSES.declare("reinforce", f"{_losses}.reinforce:reinforce", proportional=True)
 POLICY_LOSSES.declare("dro", f"{_losses}.reinforce:dro", penalty="dro_beta, on all tokens")
-POLICY_LOSSES.declare("bypass_mode", f"{_losses}.reinforce:bypass_mode", proportional=True)
+POLICY_LOSSES.declare("bypass_mode", f"{_losses}.reinforce:bypass_mode", proportional=True, clips=True)
 
 # --- Estimators of the KL divergence to the reference -------------------------------------------------------
 # Names with a `+` have the value of the name before it and the gradient of k2.

@@ -58,7 +58,8 @@ def locate(function: Callable[..., object], folder: Path) -> Located:
     try:
         source = source_with_surroundings(function)
     except NotWritable as problem:
-        return Located(IN_PROCESS, name, f"{name} exists in this process only: {problem}")
+        hint = "Define it at the top level of a file or a notebook cell, with everything that it needs."
+        return Located(IN_PROCESS, name, f"{name} exists in this process only: {problem} {hint}")
     return Located(str(write_source(source, folder, name)), name)
 
 

@@ -25,6 +25,7 @@ from strop.api.rows import (
 )
 from strop.api.run import Run
 from strop.api.settings import Settings
+from strop.catalog import ADVANTAGES, ENGINES, POLICY_LOSSES, REWARD_MANAGERS
 from strop.config.schema.ppo import PpoConfig
 from strop.rewards.several import Several
 from strop.rewards.signatures import CallStyle, is_required, parameters_of, style_of
@@ -99,9 +100,29 @@ def train_policy(
     if tools:
         prepared.tools = tuple(tools)
         _set_tools(settings, prepared, folder)
+    prepared.problems += _registered_here(config)
     prepared.arguments = settings.arguments()
     title = f"{config.trainer.project_name} / {config.trainer.experiment_name}"
     return launch(prepared, CallerObserver(on_step, on_samples, stop, progress, title))
+
+
+def _registered_here(config: PpoConfig) -> list[str]:
+    """Choices of the run that the caller's script or notebook registered: no other process knows them."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    chosen = (
+        (ADVANTAGES, config.algorithm.adv_estimator),
+        (POLICY_LOSSES, actor.policy_loss.loss_mode),
+        (REWARD_MANAGERS, config.reward_model.reward_manager),
+        (ENGINES, rollout.name),
+    )
+    problems = []
+    for registry, name in chosen:
+        if name in registry and registry.entry(name).source == "__main__":
+            problems.append(
+                f"The {registry.kind} {name} exists in this process only: put it into a file and name the "
+                "file in plugins=[...]."
+            )
+    return problems
 
 
 # --- rewards ------------------------------------------------------------------------------------------------

@@ -159,10 +159,7 @@ class Run(Generic[Config]):
         """The command line of the same run. A ValueError if it uses a function that exists in this process
         only."""
         if self.problems:
-            raise ValueError(
-                "No command line does the same: " + " ".join(self.problems) + " Define the function at the "
-                "top level of a file or a notebook cell, with everything that it needs."
-            )
+            raise ValueError("No command line does the same: " + " ".join(self.problems))
         words = " \\\n  ".join(shell_word(word) for word in self.arguments)
         return f"strop {self.verb} \\\n  {words}"
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import strop
 from strop.api import launch
+from strop.catalog import ADVANTAGES
 from strop.config.compose import load
 from strop.registry import load_attribute, load_module
 from strop.run.atomic_files import to_json
@@ -148,7 +150,21 @@ def test_a_function_without_a_source_has_no_command_line(call: Call) -> None:
         return weight * len(completion)
 
     run = call(reward=closure, steps=1)
-    with pytest.raises(ValueError, match=r"No command line does the same: closure.*uses weight of it"):
+    with pytest.raises(ValueError, match=r"same: closure.*uses weight of it.*at the top level of a file"):
+        run.command()
+
+
+def test_an_estimator_of_a_notebook_has_no_command_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command with its name would start a process that does not know it."""
+
+    def halved(rewards: Tensor, mask: Tensor) -> Tensor:
+        return rewards * mask / 2
+
+    halved.__module__ = "__main__"
+    monkeypatch.setattr(ADVANTAGES, "_entries", dict(ADVANTAGES._entries))
+    ADVANTAGES.register("halved")(halved)
+    run = call(steps=1, adv_estimator="halved")
+    with pytest.raises(ValueError, match=r"advantage estimator halved exists in this.*plugins="):
         run.command()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from strop.catalog import POLICY_LOSSES
 from strop.config.arithmetic import plan_ppo, sampling_precision
 from strop.config.compose import load
 from strop.config.derived import objective, roles, rollout_correction
@@ -569,7 +572,20 @@ def test_bypass_mode_has_a_loss_of_its_own():
     assert f"{correction}.bypass_mode=true" in errors(f"{loss_mode}=bypass_mode")[loss_mode]
     normalize = f"{correction}.rollout_is_batch_normalize"
     assert "micro-batch" in errors(bypass, f"{correction}.rollout_is=token", f"{normalize}=true")[normalize]
-    assert "of the bypass_mode surrogate" in objective(load("ppo_trainer", [*GRPO, bypass]).config)
+    assert "of the bypass_mode surrogate (clip 0.8" in objective(load("ppo_trainer", [*GRPO, bypass]).config)
+
+
+def test_the_objective_has_the_clip_range_of_losses_that_clip() -> None:
+    """Those that take clip_low; the preflight said `(clip 0.8..1.2)` of REINFORCE too."""
+    loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    for name in POLICY_LOSSES.names():
+        entry = POLICY_LOSSES.entry(name)
+        if name != "bypass_mode":
+            shown = "(clip " in objective(load("ppo_trainer", [*GRPO, f"{loss_mode}={name}"]).config)
+            assert shown == ("clip_low" in inspect.signature(entry.load()).parameters), name
+    correction = "algorithm.rollout_correction"
+    reinforce = [f"{correction}.bypass_mode=true", f"{correction}.loss_type=reinforce"]
+    assert "(clip" not in objective(load("ppo_trainer", [*GRPO, *reinforce]).config)
 
 
 def test_vespo_multiplies_the_weights_of_tokens() -> None:
