@@ -234,14 +234,14 @@ def _neighbour_hint(file: Path, error: BaseException) -> str:
     return f". It lies next to {file.name}: set PYTHONPATH={file.parent}"
 
 
-def load_attribute(path: str, name: str) -> Any:
-    """The object `name` of a user's file."""
+def load_attribute(path: str, name: str, key: str = "") -> Any:
+    """The object `name` of a user's file. `key` is the setting with the name, for messages."""
     module = load_module(path)
     if not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_")]
         raise ValueError(
             f"{path} defines no {name!r}.{did_you_mean(name, public)} It has: "
-            f"{', '.join(public) or 'nothing'}."
+            f"{', '.join(public) or 'nothing'}.{f' {key} names it.' if key else ''}"
         )
     return getattr(module, name)
 

@@ -44,6 +44,8 @@ def test_user_files(tmp_path):
     assert load_attribute("pkg://json", "dumps")({}) == "{}"
     with pytest.raises(ValueError, match=r"defines no 'compute_scor'.*'compute_score'"):
         load_attribute(str(file), "compute_scor")
+    with pytest.raises(ValueError, match=r"has: compute_score\. custom\.name names it\."):
+        load_attribute(str(file), "reward", "custom.name")
     with pytest.raises(ValueError, match="does not exist"):
         load_module(str(tmp_path / "other.py"))
     (tmp_path / "raises.py").write_text("1 / 0\n")

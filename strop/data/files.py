@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.data.chat import has_escaped_surrogate, refuse_surrogates
-from strop.data.fetch import FORMATS, fetch
+from strop.data.fetch import CONVERT_CSV, FORMATS, fetch
 
 if TYPE_CHECKING:
     import pyarrow
@@ -344,6 +344,7 @@ def _format(address: str) -> str:
     if suffix not in FORMATS:
         raise ValueError(
             f"{address} ends in {suffix or 'no extension'!r}; files of rows end in {', '.join(FORMATS)}."
+            + (CONVERT_CSV.format(address) if suffix == ".csv" else "")
         )
     return suffix
 

@@ -284,8 +284,8 @@ def _describe_columns(rows: FileRows, selected: Indices, keys: ColumnKeys, repor
     if not any({"reward_model", keys.label} & set(file.columns) for file in rows.files):
         known = sorted({name for file in rows.files for name in file.columns})
         message = (
-            "No reward_model column and no data.label_key: reward functions get ground_truth=None. If one of "
-            f"the columns has the answers, name it in data.label_key: {', '.join(known)}."
+            "No reward_model column and no data.label_key: ground_truth is None in reward functions and on "
+            f"the board. If a column has the answers, name it in data.label_key: {', '.join(known)}."
         )
         report.findings.append(DataFinding("warning", message))
     return list(first.values())

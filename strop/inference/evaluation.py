@@ -126,12 +126,17 @@ def open_responses(config: EvaluationConfig, path: str | Sequence[str] | None = 
     data = config.data
     files = open_rows(path or data.path, key="data.path")
     needed = {"data.response_key": data.response_key}
-    if not data.benchmark:
+    if not data.benchmark and not _needs_no_source(config):
         needed["data.data_source_key"] = data.data_source_key
     for file in files.files:
         for setting, column in needed.items():
             require_column(file.columns, column, setting=setting, where=file.address)
     return files
+
+
+def _needs_no_source(config: EvaluationConfig) -> bool:
+    """Whether the usual column may be missing: a function of the user's scores all rows."""
+    return bool(config.custom_reward_function.path) and config.data.data_source_key == "data_source"
 
 
 def read_responses(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> list[ScoredPrompt]:
@@ -145,7 +150,10 @@ def read_responses(config: EvaluationConfig, path: str | Sequence[str] | None = 
 
 def _scored_prompt(row: Row, index: int, config: EvaluationConfig, files: FileRows) -> ScoredPrompt:
     data = config.data
+    of_file = () if data.benchmark else files.place(index)[0].columns
     source = to_plain(row.get(data.data_source_key))
+    if source is None and _needs_no_source(config) and data.data_source_key not in of_file:
+        source = "custom"
     prompt = to_plain(row.get(data.prompt_key))
     reward = to_plain(row.get(data.reward_model_key))
     responses = to_plain(row.get(data.response_key))
@@ -168,7 +176,6 @@ def _scored_prompt(row: Row, index: int, config: EvaluationConfig, files: FileRo
     if not isinstance(extra_info, dict):
         extra_info = {}
     plain = {name: to_plain(value) for name, value in row.items()}
-    of_file = () if data.benchmark else files.place(index)[0].columns
     columns = columns_by_name(plain, of_file, data.prompt_key, hidden=(data.response_key,))
     return ScoredPrompt(index, str(source), prompt, truth, responses or [], extra_info, columns=columns)
 

@@ -371,7 +371,7 @@ def load_function(
     """Load the function `name` of the file or module `path`; ValueError if that is not possible. `given` is
     the function itself, where the caller has it."""
     try:
-        function = given or load_attribute(path, name)
+        function = given or load_attribute(path, name, "custom_reward_function.name")
         return RewardFunction(function, options, takes_lists=takes_lists, timeout=timeout)
     except ValueError as error:
         raise ValueError(f"custom_reward_function.path={path}: {error}") from error

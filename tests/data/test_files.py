@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
 import threading
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -208,7 +209,10 @@ def test_bad_files_are_named_with_their_cause(tmp_path: Path) -> None:
     assert "holds no rows" in said("none.json", b"[]")
     assert "holds no rows" in said("blank.jsonl", b"\n\n")
     assert "row 0 cannot be read as json: UnicodeDecodeError" in said("latin.jsonl", b'{"a": "\xe9"}\n')
-    assert "ends in '.csv'; files of rows end in .parquet" in said("a.csv", b"a,b\n")
+    csv = said("a.csv", "\ufeffquestion,answer\n1+6,07\n".encode())
+    assert "ends in '.csv'; files of rows end in .parquet" in csv
+    rows = subprocess.check_output(csv.partition("Convert it: ")[2].partition(" >")[0], shell=True)
+    assert json.loads(rows) == {"question": "1+6", "answer": "07"}
     write(tmp_path / "zero.parquet", [])
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "zero.parquet")
     with pytest.raises(ValueError, match=r"zero\.parquet holds no rows"):

@@ -93,7 +93,10 @@ def test_scores_that_are_no_yes_or_no_have_a_best(tmp_path):
         "    return {'score': len(solution_str) / 10, 'words': words}\n"
     )
     path = write(tmp_path / "out.parquet", [row("a", "", ["aaa", "aaaaa"], "own")])
-    scored_prompts, found = results(path, f"custom_reward_function.path={tmp_path}/mine.py")
+    mine = f"custom_reward_function.path={tmp_path}/mine.py"
+    unnamed = write(tmp_path / "unnamed.parquet", [{"prompt": "a", "responses": ["aaa", "aaaaa"]}])
+    assert results(unnamed, mine)[1]["custom"].metrics["best@2"].mean == 0.5  # no data_source is needed
+    scored_prompts, found = results(path, mine)
     assert not has_binary_scores(scored_prompts)
     assert {name: e.mean for name, e in found["own"].metrics.items()} == pytest.approx(
         {"score": 0.4, "best@2": 0.5, "words": 2.0}
