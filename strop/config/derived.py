@@ -168,18 +168,15 @@ def _loss_argument(actor: ActorConfig, name: str, default: float) -> float:
 def objective(config: PpoConfig) -> str:
     """The effective objective in one line."""
     actor = config.actor_rollout_ref.actor
-    algorithm = config.algorithm
-    correction = algorithm.rollout_correction
-    bypass = correction.bypass_mode
-    loss = POLICY_LOSSES.entry("bypass_mode" if bypass else actor.policy_loss.loss_mode)
+    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    loss = POLICY_LOSSES.entry("bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode)
     aggregation = loss.facts["aggregation"] or actor.loss_agg_mode
     reward = "score"
     if algorithm.use_kl_in_reward:
         reward += f" - {algorithm.kl_ctrl.kl_coef:g}*KL[{algorithm.kl_penalty}, {algorithm.kl_ctrl.type}]"
     text = f"maximise {aggregation} of the {loss.name} surrogate"
-    if loss.facts["clips"] and not (bypass and correction.loss_type == "reinforce"):
-        low, high = clip_range(actor)
-        text += f" (clip {1 - low:g}..{1 + high:g})"
+    if loss.facts["clips"] and not (correction.bypass_mode and correction.loss_type == "reinforce"):
+        text += f" (clip {1 - clip_range(actor)[0]:g}..{1 + clip_range(actor)[1]:g})"
     text += f", advantage {_advantage(config, reward)}"
     if actor.use_kl_loss:
         text += f" - {actor.kl_loss_coef:g}*KL[{actor.kl_loss_type}] to the reference"

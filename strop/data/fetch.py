@@ -11,11 +11,12 @@ from strop.host import cache_root
 from strop.registry import did_you_mean
 
 FORMATS = (".parquet", ".json", ".jsonl")
-CONVERT_CSV = (
-    ' Convert it: python -c "import csv, json, sys; [print(json.dumps(row)) for row in '
-    "csv.DictReader(open(sys.argv[1], encoding='utf-8-sig', newline=''))]\" {} > rows.jsonl"
-)
-"""The next step after a CSV file was refused; {} is the file. Values stay texts: 07 is not 7."""
+NEXT_STEPS = {
+    ".csv": ' Convert it: python -c "import csv, json, sys; [print(json.dumps(row)) for row in '
+    "csv.DictReader(open(sys.argv[1], encoding='utf-8-sig', newline=''))]\" {} > rows.jsonl",
+    ".gz": " Decompress it: gunzip {}",
+}
+"""For files of other formats; {} is the file. Values of a CSV file stay texts: 07 is not 7."""
 SAID_BY_SERVERS = ("size", "ETag", "Content-MD5", "Digest", "Last-Modified")
 """What tells versions of a file at an HTTP address apart."""
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.data.chat import has_escaped_surrogate, refuse_surrogates
-from strop.data.fetch import CONVERT_CSV, FORMATS, fetch
+from strop.data.fetch import FORMATS, NEXT_STEPS, fetch
 
 if TYPE_CHECKING:
     import pyarrow
@@ -96,6 +96,8 @@ class ParquetFile(RowFile):
             self.columns = list(pyarrow.parquet.read_schema(path).names)
         except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise _corrupt(address, "parquet", error) from error
+        if twice := [name for name in self.columns if self.columns.count(name) > 1]:
+            raise ValueError(f"{address} has several columns {twice[0]!r}. Rename or remove all but one.")
         self._table: pyarrow.Table | None = None
 
     def __len__(self) -> int:
@@ -344,7 +346,7 @@ def _format(address: str) -> str:
     if suffix not in FORMATS:
         raise ValueError(
             f"{address} ends in {suffix or 'no extension'!r}; files of rows end in {', '.join(FORMATS)}."
-            + (CONVERT_CSV.format(address) if suffix == ".csv" else "")
+            + NEXT_STEPS.get(suffix, "").format(address)
         )
     return suffix
 

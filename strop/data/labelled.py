@@ -121,7 +121,8 @@ class LabelledDataset(SupervisedDataset):
         key = config.response_key
         if not config.label_key:
             key = config.rejected_key if index % 2 else config.chosen_key
-        column = f"{row_name(self.rows, number)}, column {key!r}"
+        where = row_name(self.rows, number)
+        column = f"{where}, column {key!r}"
         answer = to_plain(row.get(key))
         if not config.prompt_key:
             if isinstance(answer, str):
@@ -132,9 +133,10 @@ class LabelledDataset(SupervisedDataset):
             whole = parse_messages(answer, column)
             return whole[:-1], whole[-1:], column
         prompt = row.get(config.prompt_key)
+        prompt_column = f"{where}, column {config.prompt_key!r}"
         if prompt is None:
-            raise UnusableRow(f"{column}: the column {config.prompt_key!r} is empty.")
-        messages = parse_messages(prompt, column, config.input_template)
+            raise UnusableRow(f"{prompt_column} is empty.")
+        messages = parse_messages(prompt, prompt_column, config.input_template)
         return messages, answer_messages(answer, messages, column), column
 
     def _with_other_answer(

@@ -223,12 +223,12 @@ class SftDataset(SupervisedDataset):
         config = self.config
         chat = self.chat
         learn_from = 0
-        thinking = row.get(config.multiturn.enable_thinking_key)
-        if thinking is not None:
+        if (thinking := row.get(config.multiturn.enable_thinking_key)) is not None:
             chat = dataclasses.replace(chat, kwargs={**chat.kwargs, "enable_thinking": bool(thinking)})
         tools = row_tools(row, config.multiturn.tools_key, where)
         if config.multiturn.enable:
-            messages = parse_messages(row.get(config.multiturn.messages_key), where)
+            key = config.multiturn.messages_key
+            messages = parse_messages(row.get(key), f"{where}, column {key!r}")
         else:
             messages, learn_from = self._prompt_and_response(row, where)
         if config.pretrain_mode:  # any role may come first
@@ -268,8 +268,7 @@ class PreferenceDataset(SupervisedDataset):
         return columns
 
     def render(self, row: Row, where: str) -> PreferencePair:
-        chosen_key = self.config.chosen_key
-        rejected_key = self.config.rejected_key
+        chosen_key, rejected_key = self.config.chosen_key, self.config.rejected_key
         chosen = self._answer(row, chosen_key, where)
         rejected = self._answer(row, rejected_key, where)
         if chosen.ids == rejected.ids:
@@ -298,9 +297,10 @@ class PreferenceDataset(SupervisedDataset):
         tools = row_tools(row, self.config.tools_key, where)
         if self.config.prompt_key:
             prompt = row.get(self.config.prompt_key)
+            prompt_column = f"{where}, column {self.config.prompt_key!r}"
             if prompt is None:
-                raise UnusableRow(f"{where}, column {self.config.prompt_key!r} is empty.")
-            messages = parse_messages(prompt, where, self.config.input_template)
+                raise UnusableRow(f"{prompt_column} is empty.")
+            messages = parse_messages(prompt, prompt_column, self.config.input_template)
             conversation = [*messages, *answer_messages(answer, messages, column)]
             return render_conversation(self.chat, conversation, len(messages), column, tools=tools)
         if isinstance(answer, str):

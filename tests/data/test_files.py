@@ -213,6 +213,10 @@ def test_bad_files_are_named_with_their_cause(tmp_path: Path) -> None:
     assert "ends in '.csv'; files of rows end in .parquet" in csv
     rows = subprocess.check_output(csv.partition("Convert it: ")[2].partition(" >")[0], shell=True)
     assert json.loads(rows) == {"question": "1+6", "answer": "07"}
+    assert "Decompress it: gunzip " in said("a.jsonl.gz", b"")
+    pq.write_table(pa.table([["1"], ["2"], ["3"]], names=["prompt", "a", "prompt"]), tmp_path / "t.parquet")
+    twice = (tmp_path / "t.parquet").read_bytes()
+    assert "has several columns 'prompt'. Rename" in said("t.parquet", twice)
     write(tmp_path / "zero.parquet", [])
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "zero.parquet")
     with pytest.raises(ValueError, match=r"zero\.parquet holds no rows"):

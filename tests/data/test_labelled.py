@@ -50,6 +50,9 @@ def test_rows_with_labels_keep_their_number_and_bad_rows_are_passed_over(tmp_pat
     rows[2]["label"] = "good"
     with pytest.raises(ValueError, match="'good'; expected true or false"):
         opened(tmp_path, rows, label_key="label")[2]
+    rows[2]["prompt"] = 5
+    with pytest.raises(ValueError, match="row 2, column 'prompt' is int 5"):
+        opened(tmp_path, rows, label_key="label")[2]
 
 
 def test_the_other_response_belongs_to_another_prompt(tmp_path):

@@ -243,6 +243,11 @@ def test_bad_rows(tmp_path: Path) -> None:
         sft(tmp_path, {"prompt": "a", "response": ""})
     with pytest.raises(ValueError, match=r"row 0: A conversation of roles \[user\] has no assistant turn"):
         sft(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}, response_key=None)
+    with pytest.raises(ValueError, match=r"row 0, column 'messages' is int 5"):
+        sft(tmp_path, {"messages": 5}, multiturn=MultiTurnDataConfig(enable=True))
+    odd = lines(tmp_path / "odd.jsonl", [{"prompt": 5, "chosen": "b", "rejected": "c"}])
+    with pytest.raises(ValueError, match=r"row 0, column 'prompt' is int 5"):
+        build_supervised(PairDataConfig(train_files=odd, prompt_key="prompt"), TOKENIZER)[0]
     text = lines(tmp_path / "b.jsonl", [{"chosen": "b", "rejected": "c"}])
     with pytest.raises(
         ValueError, match=r"column 'chosen' is text, but without data\.prompt_key it must hold a whole"

@@ -26,6 +26,7 @@ def test_another_model_and_other_settings_are_told(tmp_path, caplog):
         and "optim.lr was 0.001 and is 0.0001" in caplog.text
     )
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert any("Changed since the checkpoint" in words for words in warnings)  # Python shows only these
     assert [
         words
         for words in warnings

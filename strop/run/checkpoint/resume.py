@@ -199,7 +199,7 @@ def log_config_changes(before: Mapping[str, object], now: Mapping[str, object]) 
     if len(texts) > MAX_REPORTED:
         texts = [*texts[:MAX_REPORTED], f"and {len(texts) - MAX_REPORTED} more"]
     if texts:
-        log.info("Changed since the checkpoint: %s.", "; ".join(texts))
+        log.warning("Changed since the checkpoint: %s.", "; ".join(texts))
     for key, (was, value) in found.items():
         if key in ("model.path", "actor_rollout_ref.model.path", "critic.model.path"):
             log.warning(
