@@ -1,7 +1,6 @@
 """What follows from a configuration without running it. Nothing here imports torch.
 
 - Roles: which models a PPO run has (critic, reference, reward model) and why.
-- Objective: the effective objective in one line.
 - Asynchronous training: how far sampling runs ahead, and how the loss corrects for stale samples.
 - Rollout engine: which engine samples, and whether it has its own copy of the weights.
 - Resource pools: roles that run on their own machines.
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from strop.catalog import ADVANTAGES, ENGINES, POLICY_LOSSES
+from strop.catalog import ADVANTAGES, ENGINES
 from strop.config.hyperparameters import advantage_kwargs
 from strop.config.schema.ppo import PpoConfig
 
@@ -147,7 +146,7 @@ def _why_reward_model(config: PpoConfig) -> str:
     return f"scores come from {config.custom_reward_function.path or 'the scorer of each data_source'}"
 
 
-# --- Objective ----------------------------------------------------------------------------------------------
+# --- Clipping ---------------------------------------------------------------------------------------------
 
 
 def clip_range(actor: ActorConfig) -> tuple[float, float]:
@@ -163,41 +162,6 @@ def _loss_argument(actor: ActorConfig, name: str, default: float) -> float:
     """The number that policy_loss.kwargs sets for an argument of the loss, else `default`."""
     value = actor.policy_loss.kwargs.get(name)
     return value if isinstance(value, int | float) else default
-
-
-def objective(config: PpoConfig) -> str:
-    """The effective objective in one line."""
-    actor = config.actor_rollout_ref.actor
-    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
-    loss = POLICY_LOSSES.entry("bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode)
-    aggregation = loss.facts["aggregation"] or actor.loss_agg_mode
-    reward = "score"
-    if algorithm.use_kl_in_reward:
-        reward += f" - {algorithm.kl_ctrl.kl_coef:g}*KL[{algorithm.kl_penalty}, {algorithm.kl_ctrl.type}]"
-    text = f"maximise {aggregation} of the {loss.name} surrogate"
-    if loss.facts["clips"] and not (correction.bypass_mode and correction.loss_type == "reinforce"):
-        text += f" (clip {1 - clip_range(actor)[0]:g}..{1 + clip_range(actor)[1]:g})"
-    text += f", advantage {_advantage(config, reward)}"
-    if actor.use_kl_loss:
-        text += f" - {actor.kl_loss_coef:g}*KL[{actor.kl_loss_type}] to the reference"
-    if actor.entropy_coeff:
-        sign = "+" if actor.entropy_coeff > 0 else "-"
-        text += f" {sign} {abs(actor.entropy_coeff):g}*entropy"
-    if (teacher := algorithm.distillation).is_loss:
-        text += f" - {teacher.coef:g}*{teacher.loss_mode} to the teacher"
-    if algorithm.pretrain_files:
-        text += f" - {algorithm.ptx_coef:g}*language-model loss on pretrain_files"
-    return text
-
-
-def _advantage(config: PpoConfig, reward: str) -> str:
-    """The advantage as a formula."""
-    teacher = config.algorithm.distillation
-    gain = f"{teacher.coef:g}*(log teacher - log policy)"
-    if not has_task_reward(config):
-        return gain if teacher.is_reward else "0"
-    task = f"{config.algorithm.adv_estimator}({reward})"
-    return f"{task} + {gain}" if teacher.is_reward else task
 
 
 # --- Asynchronous training ----------------------------------------------------------------------------------

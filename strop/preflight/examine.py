@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from strop.config.arithmetic import Plan, SupervisedPlan, plan_ppo, plan_supervised
 from strop.config.commandline import parse
 from strop.config.compose import Loaded, load
-from strop.config.derived import has_critic, objective, roles
+from strop.config.derived import has_critic, roles
+from strop.config.objective import objective
 from strop.config.rules import ConfigFinding, check, error, warning
 from strop.config.schema.inference import GenerationConfig
 from strop.config.schema.model import OptimConfig

@@ -9,7 +9,8 @@ import pytest
 from strop.catalog import POLICY_LOSSES
 from strop.config.arithmetic import plan_ppo, sampling_precision
 from strop.config.compose import load
-from strop.config.derived import objective, roles, rollout_correction
+from strop.config.derived import roles, rollout_correction
+from strop.config.objective import objective
 from strop.config.rules import check
 
 READY = [

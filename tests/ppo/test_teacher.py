@@ -15,7 +15,8 @@ import torch
 from strop.backends.base import BackendSettings, MicroBatching
 from strop.backends.single import SingleBackend
 from strop.config.compose import load
-from strop.config.derived import objective, resource_pools, roles
+from strop.config.derived import resource_pools, roles
+from strop.config.objective import objective
 from strop.config.rules import check
 from strop.config.schema.distillation import DistillationConfig
 from strop.ppo.build import build_ppo

@@ -10,9 +10,9 @@ from strop.config.derived import (
     engine_name,
     has_critic,
     has_reference,
-    objective,
     uses_lora,
 )
+from strop.config.objective import objective
 from strop.config.rules.findings import Findings, error, warning
 from strop.config.schema.actor import UNSUPPORTED_STRATEGIES
 from strop.config.schema.model import is_dropout_rate
