@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from strop.backends.fsdp import shard
 from strop.backends.fsdp.shard import make_mesh
 from strop.errors import REFUSED
 from strop.run.heartbeat import Heartbeat
@@ -143,6 +144,12 @@ def test_sizes_that_do_not_fit_are_refused(monkeypatch):
         local.joined(4, torch.device("cpu"), timeout=5).__enter__()
     with pytest.raises(ValueError, match=r"fsdp_size=4 does not divide the 6 ranks.*one of \[1, 2, 3\]"):
         make_mesh(torch.device("cpu"), 6, 4)
+
+
+@pytest.mark.parametrize("fsdp_size", [-1, 6, 8])
+def test_one_copy_of_the_weights_may_be_asked_for_by_more_ranks_than_there_are(monkeypatch, fsdp_size):
+    monkeypatch.setattr(shard, "init_device_mesh", lambda device, sizes, mesh_dim_names: sizes)
+    assert make_mesh(torch.device("cpu"), 6, fsdp_size) == (6,)
 
 
 def test_the_ranks_of_torchrun_set_the_sizes(monkeypatch):
