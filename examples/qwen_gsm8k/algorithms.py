@@ -62,7 +62,7 @@ ALGORITHMS = {
     "lora": [
         "actor_rollout_ref.model.lora_rank=32",
         "actor_rollout_ref.model.lora_alpha=64",
-        f"{ACTOR}optim.lr=3e-5",
+        f"{ACTOR}optim.lr=5e-5",
     ],
     # Old samples: clipping is around recomputed log-probs, the engine's are for importance weights.
     "one_step_off": [f"{ASYNC}enable=true", f"{ACTOR}use_rollout_log_probs=false"],

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
+import re
 import shlex
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -34,7 +37,11 @@ def test_commands_compose(arguments, monkeypatch):
 def module(name: str):
     spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
     found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
+    sys.modules[spec.name] = found  # where dataclasses look for it
+    try:
+        spec.loader.exec_module(found)
+    finally:
+        del sys.modules[spec.name]
     return found
 
 
@@ -84,7 +91,7 @@ def test_the_table_of_algorithms_is_that_of_the_results():
     section = README.partition("## Algorithms at the same number of samples\n")[2].partition("\n## ")[0]
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "%" in line]
     table = [cells for cells in table if len(cells) == 7]
-    assert len(table) == 10
+    assert len(table) == 12
     for name, *cells in table:
         rows = rows_of(name)
         found = []
@@ -121,6 +128,7 @@ def test_sampling_and_training_agreed_in_every_step():
         "reinforce_plus_plus",
         "gspo",
         "lora",
+        "lora_5e-5",
         "dapo",
     )
     for name in synchronous:
@@ -129,3 +137,59 @@ def test_sampling_and_training_agreed_in_every_step():
         rows = [json.loads(line) for line in (EXAMPLE / f"results/{name}.jsonl").read_text().splitlines()]
         differences = [row["data"]["training/rollout_logprobs_diff_max"] for row in rows[1:]]
         assert len(differences) == steps and max(differences) < 2e-6
+
+
+CLIPS = (
+    "Ann sold 48 clips in April 2021, and then she sold half as many in May. How many did she sell in 2 months?",
+    "In May: 48/2 = <<48/2=24>>24.\nIn all: 48+24 = <<48+24=72>>72.\n#### 72",
+    lambda clips: clips / 2 + clips,
+)
+SALE = (
+    "A $1,500 bike is 20% off. Bo pays with 3 gifts of $150 each, and $24 of cash. How much more does he need?",
+    "<<20/100*1500=300>> <<1500-300=1200>> <<150*3=450>> <<1200-(450+24)=726>>\n#### 726",
+    lambda price, gifts, gift, cash: price * 0.8 - (gifts * gift + cash),
+)
+PAGES = (
+    "Of 120 pages Di read 12 on Monday and 24 on Tuesday. If she reads half of the rest, how many are that?",
+    "<<12+24=36>>36 and <<120-36=84>>84, so <<84/2=42>>42.\n#### 42",
+    lambda pages, monday, tuesday: (pages - monday - tuesday) / 2,
+)
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "formula"), [CLIPS, SALE, PAGES], ids=["clips", "sale", "pages"]
+)
+def test_other_numbers_have_their_own_answer(question, answer, formula):
+    vary = module("vary")
+    problem = vary.read(question, answer)
+    pattern = re.compile("([0-9,]+)".join(map(re.escape, problem.text)))
+    draw = random.Random(1)
+    made = {vary.vary(problem, draw) for _ in range(40)}
+    assert len(made) > 12 and None not in made
+    for text, found in made:
+        numbers = [int(number.replace(",", "")) for number in pattern.fullmatch(text).groups()]
+        assert int(found) == formula(*numbers) > 0 and text != question
+
+
+def test_years_percents_and_counts_in_words_stay():
+    vary = module("vary")
+    problems = [vary.read(question, answer) for question, answer, _ in (CLIPS, SALE)]
+    assert [list(map(int, problem.amounts)) for problem in problems] == [[48], [1500, 3, 150, 24]]
+    text, _ = vary.vary(problems[0], random.Random(0))
+    assert text.endswith("in 2 months?") and "2021" in text
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("He has 6 cows and buys 4. She has 10. How many are there?", "<<6+4=10>> <<10+10=20>>\n#### 20"),
+        ("He has 6 cows and buys 4. How many are there?", "<<6+4=11>>\n#### 11"),
+        ("He has 6 cows and buys 4. How many are there?", "<<6+4=10>>\n#### 12"),
+        ("He has 6 cows and buys 4. How many are there?", "There are ten.\n#### 10"),
+        ("He has six cows and buys four. How many are there?", "<<6+4=10>>\n#### 10"),
+        ("He has 6 cows and buys 4. How many are there?", "<<6 plus 4=10>>\n#### 10"),
+    ],
+    ids=["result or amount", "wrong", "other answer", "no calculation", "words", "no signs"],
+)
+def test_questions_that_cannot_be_followed_are_left_out(question, answer):
+    assert module("vary").read(question, answer) is None

@@ -59,7 +59,7 @@ def test_long_run_of_the_small_model():
 
 
 def test_distillation_by_samples_and_tokens():
-    page = (EXAMPLES / "qwen_distillation/README.md").read_text()
+    page = (EXAMPLES / "qwen_distillation/README.md").read_text().partition("## GRPO after")[0]
     rows = [line.split("|")[1:-1] for line in page.splitlines() if re.match(r"\| [\d,]+ \|", line)]
     shown = {}
     for samples, forward_kl, *_ in rows:
@@ -76,3 +76,10 @@ def test_distillation_by_samples_and_tokens():
         tokens = 512 * sum(row["response_length/mean"] for row in metrics[:steps])
         said = re.search(rf"top 32 \| ([\d,]+) \| {4 * steps} \|", page)
         assert said is not None and abs(int(said[1].replace(",", "")) - tokens) < 100
+
+
+@pytest.mark.parametrize(("column", "run"), [(1, "on_policy_varied"), (2, "then_grpo")])
+def test_grpo_after_distillation(column, run):
+    shown = {step: cells[0] for step, cells in tables("qwen_distillation/README.md", column).items()}
+    metrics = accuracies(f"qwen_distillation/results/{run}.jsonl")
+    assert {step: cell for step, cell in shown.items() if cell} == metrics

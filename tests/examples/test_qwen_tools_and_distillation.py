@@ -142,3 +142,17 @@ def test_commands_of_the_page_compose(example, monkeypatch):
     assert seen
     for path in re.findall(r"examples/[\w/]+\.(?:py|yaml)", page):
         assert (ROOT / path).is_file(), path
+
+
+def test_grpo_after_distillation_differs_from_grpo_alone_in_model_data_and_learning_rate(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    alone = flat(asdict(script("qwen_gsm8k/algorithms").config_of(["grpo"]).config))
+    after = flat(asdict(load("ppo_trainer", [], "examples/qwen_distillation/then_grpo.yaml").config))
+    others = ("trainer.", "critic.", "reward_model.")  # names of the run, and roles that there are not
+    different = {key for key in alone if alone[key] != after[key] and not key.startswith(others)}
+    assert different == {
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.actor.optim.lr",
+        "data.train_files",
+        "data.val_files",
+    }
