@@ -21,9 +21,13 @@ REQUESTS = [Request(p, n=2, seed=i, max_tokens=10 + 12 * i) for i, p in enumerat
 def small_device(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """A device that runs out of memory, in the middle of growing, when the cache is to hold more than `tokens`."""
     resize = KVCache.resize
+    failed = False
 
     def limited(self: KVCache, rows: int, capacity: int, keep: int) -> None:
-        if rows * capacity > tokens:
+        nonlocal failed
+        assert not (failed and self.bytes), "the smaller cache takes its place, not memory besides it"
+        failed = rows * capacity > tokens
+        if failed:
             self.tensors.keys.pop(0, None)
             raise torch.OutOfMemoryError("CUDA out of memory")
         resize(self, rows, capacity, keep)

@@ -59,6 +59,20 @@ def test_without_prefix_caching_everything_is_computed() -> None:
     assert seen[0] == len(PROMPT)
 
 
+def test_finished_sequences_of_any_length_are_moved_whole_out_of_the_way() -> None:
+    model = tiny.make()
+    engine = warm(model)
+    sampling = Sampling(max_tokens=2)
+    engine.generate([Request([1], seed=i, max_tokens=2) for i in range(8)], sampling)
+    engine.generate([Request([8, *PROMPT[:20]]), Request([9, *PROMPT])], sampling)
+    engine.generate([Request([2]), Request([3])], sampling)  # in the rows of the two above
+    talk = Request([9, *PROMPT, 4], seed=1)
+    seen = count_tokens(model)
+    (found,) = engine.generate([talk], sampling)[0]
+    assert seen[0] == 1, "all but the new token is there"
+    same(found, NativeEngine(model, enable_prefix_caching=False).generate([talk], sampling)[0][0])
+
+
 def test_episodes_of_one_prompt_share_it_though_each_asks_for_itself() -> None:
     model = tiny.make()
     engine = warm(model)
@@ -227,6 +241,9 @@ def test_finished_sequences_are_hashed_when_one_is_looked_for() -> None:
     assert [match and match.prefix for match in found] == [finished[0], None, newer]
     assert "hashes" not in vars(finished[1])
     assert prefixes.find_finished(finished[2].tokens, 0) is finished[2]
+    prefixes.clear()
+    assert [prefixes.find(one.tokens, one.hashes) for one in finished] == [None] * 3
+    assert prefixes.find_finished(finished[2].tokens, 0) is None
 
 
 def test_the_longest_beginning_is_found() -> None:

@@ -89,6 +89,16 @@ def test_memory_follows_the_tokens_and_not_the_longest_row() -> None:
 
 
 @pytest.mark.usefixtures("paged")
+@pytest.mark.parametrize(("budget", "grown"), [(24, 26), (100, 27)])
+def test_a_cache_that_must_grow_grows_by_a_quarter_within_its_budget(budget: int, grown: int) -> None:
+    engine = NativeEngine(tiny.make(), cache_bytes=(budget + pages.SPARE) * SIZE * PER_TOKEN)
+    for length, size in ((10, 22), (11, grown)):
+        asked = [Request([3 + i], max_tokens=length * SIZE - 1) for i in range(2)]
+        engine.generate(asked, Sampling(stop_ids=tuple(range(tiny.VOCABULARY))))
+        assert cache_of(engine).pool.size == size
+
+
+@pytest.mark.usefixtures("paged")
 def test_samples_share_the_full_pages_of_their_prompt() -> None:
     engine = NativeEngine(tiny.make())
     state = engine.submit(Request(LONG[:20], n=4, seed=1), Sampling(max_tokens=9))

@@ -28,6 +28,24 @@ def test_uniforms_are_uniform_and_depend_on_stream_and_position() -> None:
     assert stream(1, 0) != stream(0, 1) and -(1 << 63) <= stream(-5, 3) < 1 << 63
 
 
+def test_uniforms_are_those_of_splitmix64() -> None:
+    """The kernels compute them too: a change here would be a difference between devices."""
+    bits = (1 << 64) - 1
+
+    def splitmix64(counter: int) -> int:
+        z = counter & bits
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & bits
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & bits
+        return z ^ (z >> 31)
+
+    step = 0x9E3779B97F4A7C15
+    for seed, number, position in itertools.product((-5, 0, 1, 1 << 40), (0, 7), (0, 1, 100_000)):
+        chosen = splitmix64(splitmix64(seed + step) + (number + 1) * step)
+        assert stream(seed, number) & bits == chosen
+        found = uniforms(torch.tensor([stream(seed, number)]), torch.tensor([position]))
+        assert float(found) == (splitmix64(chosen + (position + 1) * step) >> 16) / 2**48
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 1500), st.integers(0, 1000), st.floats(0, 1, exclude_max=True))
 def test_the_token_is_where_the_cumulative_weight_passes_the_number(
@@ -121,6 +139,8 @@ def test_a_penalty_counts_a_token_once() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0], [2.0, -2.0, 1.0]])
     found = apply_penalty(logits, torch.tensor([[0, 0, 1], [2, 2, 2]]), torch.tensor([2.0, 4.0]))
     assert found.tolist() == [[1.0, -4.0, 1.0], [2.0, -2.0, 0.25]]
+    short = apply_penalty(logits.bfloat16(), torch.tensor([[0], [2]]), torch.tensor([1.1, 1.1]))
+    assert short.dtype == torch.float32 and short[0, 0] == torch.tensor(2.0) / 1.1, "not rounded again"
 
 
 _WAYS = list(itertools.product([0.6, 1.0, 1.7], [0, 7], [1.0, 0.8], [0.0, 0.08]))
