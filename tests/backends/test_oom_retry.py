@@ -108,7 +108,10 @@ def test_what_cannot_be_tried_again_says_what_to_set():
 
 def test_halves_keep_rows_together_and_hold_the_longest():
     assert halved(MicroBatching(rows=6, rows_per_item=2), [4] * 12) == MicroBatching(rows=2, rows_per_item=2)
+    assert halved(MicroBatching(rows=18, rows_per_item=2), [4] * 16) == MicroBatching(rows=8, rows_per_item=2)
     assert halved(MicroBatching(rows=100), [4] * 10) == MicroBatching(rows=5)
     assert halved(MicroBatching(rows=1), [4] * 10) is None
     assert halved(MicroBatching(max_tokens=64), [30, 10]) == MicroBatching(max_tokens=30)
     assert halved(MicroBatching(max_tokens=30), [30, 10]) is None
+    pairs = MicroBatching(max_tokens=50, rows_per_item=2)
+    assert halved(pairs, [10, 20, 25, 5]) == MicroBatching(max_tokens=30, rows_per_item=2)

@@ -64,6 +64,33 @@ def test_a_prompt_is_computed_once(micro: MicroBatching, images: bool) -> None:
         assert computed <= once + 30 * len(parts)
 
 
+@pytest.mark.parametrize(("size", "rows"), [(1, 4), (2, 5), (2, 4)])
+def test_rows_of_similar_length_share_a_micro_batch_and_the_longest_come_first(size: int, rows: int) -> None:
+    lengths = [4, 5, 30, 31, 9, 8, 20, 21, 12, 13, 6, 7]
+    batch = Batch(
+        sequences=[torch.arange(length) for length in lengths],
+        prompt_lengths=torch.tensor(lengths) - 1,
+        mask=torch.ones(12, 1),
+    )
+    parts = partition(batch, MicroBatching(rows=rows, rows_per_item=size))
+    if size == 1:
+        assert parts == [[3, 2, 7, 6], [9, 8, 4, 5], [11, 10, 1, 0]]
+    else:
+        assert parts == [[2, 3, 6, 7], [8, 9, 4, 5], [10, 11, 0, 1]]
+
+
+def test_micro_batches_of_neighbours_begin_with_the_longest_prompt_and_may_have_one_row() -> None:
+    batch = groups(3, 2, images=True)
+    answers = [[1] * 4, [1] * 9, [1] * 6]
+    sequences = [torch.tensor([1] * 30 + answers[row // 2]) for row in range(6)]
+    shown = [(ImageInput(f"{row // 2:064x}", {}, 4),) for row in range(6)]
+    batch = batch.replace(sequences=sequences, images=shown)
+    assert partition(batch, MicroBatching(rows=4)) == [[2, 3, 4, 5], [0, 1]]
+    assert partition(batch, MicroBatching(rows=1)) == [[2], [3], [4], [5], [0], [1]]
+    with pytest.raises(ValueError, match="at least one row, not 0"):
+        partition(batch, MicroBatching(rows=0))
+
+
 def test_a_rank_has_whole_prompts_if_the_work_is_equal() -> None:
     batch = groups(20, 8, images=True)
     prompts = rows_by_prompt(batch)
@@ -75,3 +102,6 @@ def test_a_rank_has_whole_prompts_if_the_work_is_equal() -> None:
     few = groups(5, 8, images=True)  # two ranks: 16 and 24 rows would be work of 1.2 times the mean
     shards = shard_rows(few.lengths, 2, prompts=rows_by_prompt(few))
     assert [len(shard) for shard in shards] == [20, 20]
+    crossed = [[0, 3], [1, 2], [4, 7], [5, 6]]
+    for shard in shard_rows([10] * 8, 2, rows_per_item=2, prompts=crossed):
+        assert [row // 2 for row in shard[::2]] == [row // 2 for row in shard[1::2]], "pairs come first"

@@ -194,7 +194,8 @@ def test_sleep_frees_the_cache_and_refuses_while_requests_run() -> None:
     engine.generate([Request([1], n=3)], Sampling(max_tokens=4))
     assert engine._step_loop is not None and engine._step_loop.runner.cache.bytes > 0
     engine.sleep()
-    assert engine._step_loop.runner.cache.bytes == 0
+    cache = engine._step_loop.runner.cache
+    assert cache.bytes == 0 and not cache.tensors.all
     engine.submit(Request([1]), Sampling(max_tokens=4))
     with pytest.raises(ValueError, match=r"call abort\(\) first"):
         engine.sleep()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -124,6 +125,26 @@ def test_the_cache_stays_within_its_budget_all_the_time(monkeypatch: pytest.Monk
     engine = NativeEngine(model, cache_bytes=budget * PER_TOKEN)
     assert ids(engine.generate(REQUESTS, Sampling())) == ids(expected)
     assert 0 < max(sizes) <= budget * PER_TOKEN
+
+
+def test_a_cache_whose_contents_are_not_kept_is_freed_before_the_next_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = KVCache({0: (2, 4, 4), 1: (2, 4, 4)}, dtype=torch.float32, device=torch.device("cpu"))
+    cache.resize(2, 8, keep=0)
+    zeros = torch.zeros
+    held: list[Any] = []
+
+    def watched(*size: int, **more: Any) -> torch.Tensor:
+        held.append(old())
+        return zeros(*size, **more)
+
+    monkeypatch.setattr(torch, "zeros", watched)
+    for keep, stays in ((2, True), (0, False)):
+        old = weakref.ref(cache.tensors.keys[0])
+        cache.resize(3, 9, keep)
+        assert (held[0] is not None) == stays
+        held.clear()
 
 
 def test_the_budget_on_a_gpu_is_a_share_of_the_device_less_the_weights(

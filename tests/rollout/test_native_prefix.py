@@ -241,6 +241,9 @@ def test_finished_sequences_are_hashed_when_one_is_looked_for() -> None:
     assert [match and match.prefix for match in found] == [finished[0], None, newer]
     assert "hashes" not in vars(finished[1])
     assert prefixes.find_finished(finished[2].tokens, 0) is finished[2]
+    assert prefixes.find_finished(finished[0].tokens, 0) is finished[0]
+    prefixes.remove(finished[0])
+    assert prefixes.find_finished(finished[0].tokens, 0) is None
     prefixes.clear()
     assert [prefixes.find(one.tokens, one.hashes) for one in finished] == [None] * 3
     assert prefixes.find_finished(finished[2].tokens, 0) is None
