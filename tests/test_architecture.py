@@ -57,8 +57,8 @@ SIDE_DOORS = {
 
 # A heavy or optional library -> the only files that may import it.
 ONE_HOME = {
-    "hydra": {"config/compose.py"},
-    "omegaconf": {"config/compose.py"},
+    "hydra": {"config/hydra.py"},
+    "omegaconf": {"config/hydra.py", "config/references.py"},
     "ray": {"runtime/ray/connection.py"},
     "vllm": {"rollout/vllm/driver.py", "rollout/vllm/extension.py"},
     "sglang": {"rollout/sglang.py"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from strop.config.hydra import one_line
 from strop.config.typed import ConfigError
 from strop.config.yaml_files import MAX_NODES
 
@@ -29,6 +30,26 @@ _FUNCTION = re.compile(r"\$\{\s*(?!oc\.)[\w.]+\s*:|\$\{\s*oc\.env\s*:")
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.decode\s*:\s*\$\{\s*oc\.env\s*:")
 Place = tuple[str, ...]
 """The keys and positions that lead to a value."""
+
+
+def resolve(tree: dict[str, object]) -> dict[str, object]:
+    """Replace `${a.b}` by the value it names. Other interpolations (relative, oc.env ...) are left to
+    OmegaConf."""
+    refuse_growth(tree)
+    if not has_other_references(tree):
+        return resolve_keys(tree)
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        if "HydraConfig was not set" in str(error):
+            raise ConfigError(
+                f"{error.full_key}: ${{hydra:...}} has no value, because Hydra only reads the configuration. "
+                "Write the value itself."
+            ) from error
+        raise ConfigError(one_line(error)) from error
 
 
 def refuse_growth(tree: Mapping[str, object]) -> None:

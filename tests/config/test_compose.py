@@ -6,7 +6,8 @@ import pytest
 
 from strop.config.aliases import flatten
 from strop.config.commandline import parse, plain_values
-from strop.config.compose import _compose, load
+from strop.config.compose import load
+from strop.config.hydra import compose_files
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
 from strop.config.typed import ConfigError
@@ -258,7 +259,7 @@ def test_plain_words_and_numbers_mean_the_same_with_and_without_hydra(value):
     override = f"++trainer.project_name={value}"
     quick = plain_values([override])
     if quick is not None:
-        assert quick == flatten(_compose("ppo_trainer", [override], None, None)["trainer"], "trainer.")
+        assert quick == flatten(compose_files("ppo_trainer", [override], None, None)["trainer"], "trainer.")
     if value in ("3", "1e-6", "true", "abc", "/x/y.parquet"):
         assert quick is not None
 

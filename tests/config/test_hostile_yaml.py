@@ -11,8 +11,8 @@ import pytest
 from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
 from strop.agents.tool_set import read_entries
-from strop.config.compose import load, resolve
-from strop.config.references import refuse_growth
+from strop.config.compose import load
+from strop.config.references import refuse_growth, resolve
 from strop.config.yaml_files import MAX_DEPTH, limit_exceeded, read_yaml
 
 

@@ -18,7 +18,8 @@ import yaml
 from strop.config.aliases import flatten, nest, reason_for, translate
 from strop.config.aliases.async_lengths import ASYNC_LENGTHS
 from strop.config.commandline import parse
-from strop.config.compose import GROUP_WORDS, SchemaKeys, load
+from strop.config.compose import SchemaKeys, load
+from strop.config.hydra import GROUP_WORDS
 from strop.config.rules import check
 from strop.config.schema import ROOTS
 from strop.config.typed import ConfigError
