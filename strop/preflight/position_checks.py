@@ -11,7 +11,7 @@ import torch
 from strop.config.arithmetic import plan_supervised
 from strop.config.rules import ConfigFinding, error
 from strop.config.schema.supervised import PairDataConfig, RmConfig
-from strop.data.labelled import reads_labels
+from strop.data.supervised.labelled import reads_labels
 from strop.models.packing import longrope_limit
 from strop.preflight.model_checks import local_model_config
 from strop.rollout.position_limit import position_limit

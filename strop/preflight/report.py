@@ -12,7 +12,7 @@ from strop.config.derived import Role
 from strop.config.rules import ConfigFinding
 
 if TYPE_CHECKING:
-    from strop.data.supervised import SupervisedDataset
+    from strop.data.supervised.datasets import SupervisedDataset
 
 
 @dataclass

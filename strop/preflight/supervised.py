@@ -13,9 +13,10 @@ from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import DpoConfig, RmConfig, SupervisedDataConfig
 from strop.data.examples import PreferencePair
 from strop.data.files import FileRows
-from strop.data.labelled import dataset_class
 from strop.data.selection import Split
-from strop.data.supervised import SupervisedDataset, UnusableRow, build_supervised
+from strop.data.supervised.conversations import UnusableRow
+from strop.data.supervised.datasets import SupervisedDataset, build_supervised
+from strop.data.supervised.labelled import dataset_class
 from strop.models.vision.processor import processor_loader
 from strop.preflight.megatron_checks import megatron_findings
 from strop.preflight.model_checks import (

@@ -16,10 +16,10 @@ from strop.config.arithmetic import SupervisedPlan, plan_supervised
 from strop.config.compose import Loaded
 from strop.config.schema.supervised import DpoConfig, RmConfig, SupervisedTrainerConfig
 from strop.data.chat import Chat, template_text
-from strop.data.labelled import dataset_class, reads_labels
 from strop.data.loader import Loader
 from strop.data.selection import order_seed
-from strop.data.supervised import SupervisedDataset, build_supervised
+from strop.data.supervised.datasets import SupervisedDataset, build_supervised
+from strop.data.supervised.labelled import dataset_class, reads_labels
 from strop.data.templates.turn_end import turn_end_token
 from strop.models.build import build_critic, build_policy, build_reference, build_tokenizer
 from strop.models.generation.settings import add_eos_id

@@ -10,7 +10,7 @@ from torch import Tensor
 from strop.algorithms.losses import answer_log_probs, kto, kto_kl
 from strop.backends.base import Loss, MicroBatching, Outputs
 from strop.config.schema.supervised import DpoLossConfig
-from strop.data.labelled import LabelledAnswer
+from strop.data.supervised.labelled import LabelledAnswer
 from strop.supervised.tasks import Forward, LoadBalance, PairBatch, mean_over_units, pair_batch
 from strop.types import Batch
 

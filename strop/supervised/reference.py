@@ -19,7 +19,7 @@ from strop.algorithms.losses import answer_log_probs
 from strop.backends.base import MicroBatching
 from strop.config.schema.supervised import DpoConfig
 from strop.data.examples import PreferencePair
-from strop.data.supervised import SupervisedDataset
+from strop.data.supervised.datasets import SupervisedDataset
 from strop.ranks import Ranks
 from strop.run.checkpoint.tensor_files import read_tensors, write_tensors
 from strop.supervised.tasks import Forward, PairBatch, is_trainable, pair_batch

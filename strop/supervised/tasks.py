@@ -21,7 +21,7 @@ from strop.compat import STROP, Conventions
 from strop.config.schema.supervised import DpoLossConfig, RmLossConfig
 from strop.data.chat import Rendered
 from strop.data.examples import Example, PreferencePair
-from strop.data.labelled import LabelledAnswer
+from strop.data.supervised.labelled import LabelledAnswer
 from strop.shared.rendered_batch import batch_fields, rendered_batch
 from strop.types import Batch, rows
 

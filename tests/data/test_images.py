@@ -24,7 +24,7 @@ from strop.data.images import ImageProcessor
 from strop.data.prompts import PromptDataset, build_prompts
 from strop.data.report import inspect_files
 from strop.data.schema import ColumnKeys, parse_row
-from strop.data.supervised import build_supervised
+from strop.data.supervised.datasets import build_supervised
 from strop.shared.rendered_batch import rendered_batch
 from tests.models.vision.tiny_vlm import picture, processor_of, tokenizer_of
 

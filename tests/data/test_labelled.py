@@ -7,8 +7,8 @@ import json
 import pytest
 
 from strop.config.schema.supervised import DpoDataConfig
-from strop.data.labelled import LabelledDataset
-from strop.data.supervised import build_supervised
+from strop.data.supervised.datasets import build_supervised
+from strop.data.supervised.labelled import LabelledDataset
 from strop.quickstart.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -13,7 +13,7 @@ from strop.config.schema.supervised import PairDataConfig
 from strop.data.files import open_rows
 from strop.data.make import arithmetic, last_boxed, main, published_rows, transcript
 from strop.data.prompts import build_prompts
-from strop.data.supervised import build_supervised
+from strop.data.supervised.datasets import build_supervised
 from strop.rewards.function import score_response
 from tests.data.tokens import character_tokenizer
 

@@ -139,7 +139,7 @@ def test_reports_do_without_torch(tmp_path: Path) -> None:
     file = parquet(tmp_path / "a.parquet", [row("x")])
     code = (
         "import sys; from strop.config.schema.data import DataConfig; from strop.data.report import inspect_files; "
-        "import strop.data.loader, strop.data.make, strop.data.supervised, strop.data.report; "
+        "import strop.data.loader, strop.data.make, strop.data.supervised.datasets, strop.data.report; "
         f"assert inspect_files({file!r}, DataConfig()).ok; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,7 +19,7 @@ from strop.config.schema.supervised import (
 )
 from strop.data.chat import Chat, Rendered
 from strop.data.loader import Loader
-from strop.data.supervised import build_supervised
+from strop.data.supervised.datasets import build_supervised
 from tests.data.tokens import character_tokenizer, decoded
 
 TOKENIZER = character_tokenizer()

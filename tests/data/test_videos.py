@@ -19,7 +19,7 @@ from strop.data.image_files import UnusableImages
 from strop.data.images import ImageProcessor
 from strop.data.prompts import PromptDataset
 from strop.data.report import inspect_files
-from strop.data.supervised import build_supervised
+from strop.data.supervised.datasets import build_supervised
 from strop.data.video_files import frame_numbers
 from strop.data.videos import VideoSettings, read_frames
 from strop.extras import MissingExtra

@@ -15,8 +15,8 @@ from transformers import AutoModelForImageTextToText
 from strop.algorithms.metrics.training import StepRecord
 from strop.config.compose import load
 from strop.data.images import ImageProcessor
-from strop.data.labelled import LabelledDataset
-from strop.data.supervised import build_supervised
+from strop.data.supervised.datasets import build_supervised
+from strop.data.supervised.labelled import LabelledDataset
 from strop.inference.generation import generate
 from strop.ppo.build import build_ppo
 from strop.ppo.rank_sharing import PackedTrajectories

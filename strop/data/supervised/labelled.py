@@ -16,14 +16,14 @@ from strop.data.examples import PreferencePair
 from strop.data.files import Row
 from strop.data.prompts import row_name
 from strop.data.schema import Message, to_plain
-from strop.data.supervised import (
-    SupervisedDataset,
+from strop.data.supervised.conversations import (
     UnusableRow,
     answer_messages,
     parse_messages,
     render_conversation,
     row_tools,
 )
+from strop.data.supervised.datasets import SupervisedDataset
 
 if TYPE_CHECKING:
     from strop.config.schema.roots import AnySupervisedConfig

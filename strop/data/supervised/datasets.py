@@ -18,7 +18,7 @@ from strop.config.schema.supervised import (
     SftDataConfig,
     SupervisedDataConfig,
 )
-from strop.data.chat import Chat, Rendered, Tools
+from strop.data.chat import Chat, Rendered
 from strop.data.examples import Example, PreferencePair, RowCache, images_of
 from strop.data.files import FileRows, Row, RowSource, open_rows
 from strop.data.image_files import UnusableImages
@@ -26,15 +26,19 @@ from strop.data.images import ImageProcessor, LoadProcessor
 from strop.data.prompts import load_custom_dataset, row_name, selection_fingerprint, truncate
 from strop.data.schema import (
     Message,
-    as_messages,
     check_template,
     nested_value,
     require_column,
-    split_placeholders,
     to_plain,
-    tool_schemas,
 )
 from strop.data.selection import Indices, Split, select_rows
+from strop.data.supervised.conversations import (
+    UnusableRow,
+    answer_messages,
+    parse_messages,
+    render_conversation,
+    row_tools,
+)
 from strop.types import Images
 
 if TYPE_CHECKING:
@@ -44,10 +48,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ROW_WARNINGS = 5
 """Bad rows that are named while training; later ones are only counted."""
-
-
-class UnusableRow(ValueError):
-    """A row that cannot be trained on."""
 
 
 class SupervisedDataset(Sequence[Any]):
@@ -183,7 +183,10 @@ class SupervisedDataset(Sequence[Any]):
             self._warn(
                 "%s has no loss: data.truncation=%s at data.max_length=%d of its %d tokens leaves only the "
                 "prompt.",
-                *(where, mode, limit, len(rendered.ids)),
+                where,
+                mode,
+                limit,
+                len(rendered.ids),
             )
         return kept
 
@@ -268,7 +271,8 @@ class PreferenceDataset(SupervisedDataset):
         return columns
 
     def render(self, row: Row, where: str) -> PreferencePair:
-        chosen_key, rejected_key = self.config.chosen_key, self.config.rejected_key
+        chosen_key = self.config.chosen_key
+        rejected_key = self.config.rejected_key
         chosen = self._answer(row, chosen_key, where)
         rejected = self._answer(row, rejected_key, where)
         if chosen.ids == rejected.ids:
@@ -340,61 +344,3 @@ def build_supervised(
     if kind is None:
         kind = PreferenceDataset if isinstance(config, PairDataConfig) else SftDataset
     return kind(rows, chat, config, indices=indices)
-
-
-def parse_messages(value: object, where: str, input_template: str | None = None) -> list[Message]:
-    try:
-        return as_messages(value, where=where, input_template=input_template)
-    except ValueError as error:
-        raise UnusableRow(str(error)) from error
-
-
-def row_tools(row: Row, column: str, where: str) -> Tools | None:
-    """Return the schemas of the tools that a row has."""
-    try:
-        return tool_schemas(row.get(column), where=f"{where}, column {column!r}")
-    except ValueError as error:
-        raise UnusableRow(
-            f"{error} If this column is about something else, set data.tools_key (of SFT "
-            "data.multiturn.tools_key) to another name."
-        ) from error
-
-
-def answer_messages(value: object, prompt: Sequence[Message], where: str) -> list[Message]:
-    """Return the answer to a prompt as messages; text is one assistant turn."""
-    if value is None or value == "" or value == []:
-        raise UnusableRow(f"{where} is empty.")
-    if isinstance(value, str):
-        return [{"role": "assistant", "content": value}]
-    answer = parse_messages(value, where)
-    role = answer[0]["role"]
-    if prompt[-1]["role"] == "user" and role in ("user", "system"):
-        raise ValueError(
-            f"{where} begins with {role!r} after the user's turn that ends the prompt: it holds a whole "
-            "conversation, in which the prompt would stand twice. For pairs set data.prompt_key=null; for "
-            "SFT set data.multiturn.enable=true, and data.multiturn.messages_key to this column."
-        )
-    return answer
-
-
-def render_conversation(
-    chat: Chat, messages: Sequence[Message], learn_from: int, where: str, *, tools: Tools | None = None
-) -> Rendered:
-    """Render a conversation that begins with the user, after an optional system message."""
-    roles = [message["role"] for message in messages]
-    turns = [role for role in roles if role != "system"]
-    if turns and turns[0] != "user":
-        raise UnusableRow(
-            f"{where}: the conversation begins with {turns[0]!r}, but it must begin with 'user' "
-            f"({', '.join(roles)})."
-        )
-    for turn, message in enumerate(messages):
-        says_nothing = not any(value for name, value in message.items() if name != "role")
-        if turn >= learn_from and message["role"] == "assistant" and says_nothing:
-            raise UnusableRow(f"{where}: message {turn}, of the assistant, is empty.")
-    try:
-        counts = {"image": len(chat.expansions), "video": len(chat.video_expansions)}
-        messages = split_placeholders(list(messages), counts, where=where)
-        return chat.conversation(messages, learn_from=learn_from, tools=tools)
-    except ValueError as error:
-        raise UnusableRow(f"{where}: {error}") from error

@@ -1,0 +1,1 @@
+"""Rows of supervised training: SFT, reward models, DPO and KTO."""
