@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 from pathlib import Path
 
 from strop.host import cache_root
@@ -16,7 +17,9 @@ NEXT_STEPS = {
     "csv.DictReader(open(sys.argv[1], encoding='utf-8-sig', newline=''))]\" {} > rows.jsonl",
     ".gz": " Decompress it: gunzip {}",
 }
-"""For files of other formats; {} is the file. Values of a CSV file stay texts: 07 is not 7."""
+"""For files of other formats; {} is the file or its local copy. CSV has only texts: 07 is not 7."""
+GZIP = b"\x1f\x8b"
+"""The first bytes of a compressed file."""
 SAID_BY_SERVERS = ("size", "ETag", "Content-MD5", "Digest", "Last-Modified")
 """What tells versions of a file at an HTTP address apart."""
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
@@ -30,6 +33,24 @@ def is_remote(address: str) -> bool:
 def fetch(address: str) -> Path:
     """Return the local path of a file; a remote one is copied to the cache, once per version."""
     return _download(address) if is_remote(address) else _local(address)
+
+
+def row_format(address: str, path: Path) -> str:
+    """Return the extension of a file of rows, which lies at `path`; ValueError if it has another format."""
+    suffix = Path(address.partition("?")[0]).suffix.lower()
+    named = shlex.quote(str(path))
+    if suffix not in FORMATS:
+        raise ValueError(
+            f"{address} ends in {suffix or 'no extension'!r}; files of rows end in {', '.join(FORMATS)}."
+            + NEXT_STEPS.get(suffix, "").format(named)
+        )
+    with path.open("rb") as file:
+        if file.read(len(GZIP)) == GZIP:
+            raise ValueError(
+                f"{address} is compressed with gzip, which its name does not say. Decompress it: "
+                f"mv {named} {named}.gz && gunzip {named}.gz"
+            )
+    return suffix
 
 
 def _local(address: str) -> Path:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.data.chat import has_escaped_surrogate, refuse_surrogates
-from strop.data.fetch import FORMATS, NEXT_STEPS, fetch
+from strop.data.fetch import fetch, row_format
 
 if TYPE_CHECKING:
     import pyarrow
@@ -310,7 +310,7 @@ def addresses(files: str | Sequence[str] | None, *, key: str = "data.train_files
 def open_file(address: str) -> RowFile:
     """Open one file by its extension; ValueError if it is missing, corrupt or empty."""
     path = fetch(address)
-    kind = _format(address)
+    kind = row_format(address, path)
     if path.stat().st_size == 0:
         raise ValueError(f"{address} is empty (0 bytes).")
     if kind == ".parquet":
@@ -334,21 +334,11 @@ def count_rows(files: str | Sequence[str]) -> int:
     total = 0
     for address in addresses(files):
         path = fetch(address)
-        if _format(address) == ".parquet" or (path.stat().st_size and _first_byte(path) == b"["):
+        if row_format(address, path) == ".parquet" or (path.stat().st_size and _first_byte(path) == b"["):
             total += len(open_file(address))
         else:
             total += len(_line_spans(path))
     return total
-
-
-def _format(address: str) -> str:
-    suffix = Path(address.partition("?")[0]).suffix.lower()
-    if suffix not in FORMATS:
-        raise ValueError(
-            f"{address} ends in {suffix or 'no extension'!r}; files of rows end in {', '.join(FORMATS)}."
-            + NEXT_STEPS.get(suffix, "").format(address)
-        )
-    return suffix
 
 
 def _first_byte(path: Path) -> bytes:

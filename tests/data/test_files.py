@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -214,6 +215,11 @@ def test_bad_files_are_named_with_their_cause(tmp_path: Path) -> None:
     rows = subprocess.check_output(csv.partition("Convert it: ")[2].partition(" >")[0], shell=True)
     assert json.loads(rows) == {"question": "1+6", "answer": "07"}
     assert "Decompress it: gunzip " in said("a.jsonl.gz", b"")
+    for suffix, content in ((".jsonl", b'{"a": 1}\n'), (".parquet", good.read_bytes())):
+        hidden = said(f"not named gz{suffix}", gzip.compress(content))
+        assert "is compressed with gzip" in hidden
+        subprocess.run(hidden.partition("Decompress it: ")[2], shell=True, check=True)
+        assert (tmp_path / f"not named gz{suffix}").read_bytes() == content
     pq.write_table(pa.table([["1"], ["2"], ["3"]], names=["prompt", "a", "prompt"]), tmp_path / "t.parquet")
     twice = (tmp_path / "t.parquet").read_bytes()
     assert "has several columns 'prompt'. Rename" in said("t.parquet", twice)
