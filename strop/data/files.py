@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import json
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -22,8 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.data.chat import has_escaped_surrogate, refuse_surrogates
 from strop.data.fetch import fetch, row_format
+from strop.data.json_rows import (
+    RepeatedKey,
+    as_row,
+    has_escaped_surrogate,
+    parse,
+    repeated,
+    repeated_in_array,
+    text_of,
+)
 
 if TYPE_CHECKING:
     import pyarrow
@@ -184,7 +191,9 @@ class JsonLinesFile(RowFile):
         self._spans = _line_spans(path)
         seen: dict[str, None] = {}
         for row in range(len(self)):
-            seen.update(dict.fromkeys(self[row]))
+            names = self[row].keys()
+            if not names <= seen.keys():
+                seen.update(dict.fromkeys(names))
         self.columns = list(seen)
 
     def __len__(self) -> int:
@@ -195,7 +204,7 @@ class JsonLinesFile(RowFile):
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor)
-        start, end = map(int, self._spans[row])
+        start, end = self._spans[row].tolist()
         line = os.pread(self._descriptor, end - start, start)
         size = os.fstat(self._descriptor).st_size
         if size != self._size:
@@ -204,10 +213,17 @@ class JsonLinesFile(RowFile):
                 "are lost. Start again, and write new data to another file."
             )
         try:
-            value = json.loads(line.decode("utf-8-sig"))
+            value = parse(text_of(line))
+        except RepeatedKey as error:
+            raise repeated(f"{self.address}, row {row} (line {self._line(start)})", error) from error
         except (ValueError, RecursionError) as error:
             raise _corrupt(self.address, "json", error, row) from error
-        return _object(value, self.address, row, has_escaped_surrogate(line))
+        return as_row(value, self.address, row, has_escaped_surrogate(line))
+
+    def _line(self, position: int) -> int:
+        """The number of the line that begins at a byte."""
+        with self.path.open("rb") as file:
+            return next(number for number, line in enumerate(file, 1) if file.tell() > position)
 
     def column(self, name: str) -> Iterator[object]:
         for row in range(len(self)):
@@ -224,11 +240,14 @@ class JsonArrayFile(RowFile):
         super().__init__(address, path)
         try:
             data = path.read_bytes()
-            values = json.loads(data.decode("utf-8-sig"))
+            text = text_of(data)
+            values = parse(text)
+        except RepeatedKey as error:
+            raise repeated_in_array(text, address) from error
         except (ValueError, RecursionError) as error:
             raise _corrupt(address, "json", error) from error
         risky = has_escaped_surrogate(data)
-        self._rows = [_object(value, address, row, risky) for row, value in enumerate(values)]
+        self._rows = [as_row(value, address, row, risky) for row, value in enumerate(values)]
         self.columns = list(dict.fromkeys(chain.from_iterable(self._rows)))
 
     def __len__(self) -> int:
@@ -360,16 +379,6 @@ def _line_spans(path: Path) -> NDArray[np.int64]:
                 spans.append((position, position + len(line)))
             position += len(line)
     return np.asarray(spans, dtype=np.int64).reshape(-1, 2)
-
-
-def _object(value: object, address: str, row: int, risky: bool) -> Row:
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{address}, row {row} is a JSON {type(value).__name__}; a row is an object with columns as keys."
-        )
-    if risky:
-        refuse_surrogates(value, f"{address}, row {row}")
-    return value
 
 
 def _fingerprint(path: Path) -> str:

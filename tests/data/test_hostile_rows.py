@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.data.chat import Chat, has_escaped_surrogate, lone_surrogate, refuse_surrogates
+from strop.data.chat import Chat
 from strop.data.files import open_file, open_rows
+from strop.data.json_rows import has_escaped_surrogate, lone_surrogate, refuse_surrogates
 from strop.data.schema import ColumnKeys, read_row
 from strop.quickstart.tiny_model import tiny_tokenizer
 
@@ -35,6 +36,21 @@ def test_half_of_a_surrogate_pair(tmp_path: Path, row: dict[str, object], column
     with pytest.raises(
         ValueError, match=rf"rows\.{kind}, row 2, column {column} holds half of a surrogate pair"
     ):
+        open_file(str(file))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [('{"prompt": "x", "a": 1, "prompt": "y"}', "prompt"), ('{"extra": [{"b": {"c": 1, "c": 1}}]}', "c")],
+    ids=["column", "nested"],
+)
+def test_a_key_that_a_row_has_twice(tmp_path: Path, row: str, key: str, kind: str) -> None:
+    """Python's parser keeps the last value of such a key."""
+    lines = [json.dumps(PLAIN[0]), row, json.dumps(PLAIN[1])]
+    file = tmp_path / f"rows.{kind}"
+    file.write_text("[\n" + " ,\n".join(lines) + "\n]" if kind == "json" else "\n" + "\n".join(lines))
+    with pytest.raises(ValueError, match=rf"rows\.{kind}, row 1 \(line 3\) has the key '{key}' twice"):
         open_file(str(file))
 
 
