@@ -48,18 +48,28 @@ def needs_old_log_probs(config: PpoConfig, on_policy: bool) -> bool:
     """Whether log-probs must be computed before the update.
 
     With one update per step, the log-probs of the update itself are the old ones, also in importance weights
-    (not with dropout). Rejection and normalised weights need those of the whole batch before."""
+    (not with dropout)."""
     correction = rollout_correction(config)
-    weights_before = correction.rollout_is_batch_normalize or config.actor_rollout_ref.model.lora_dropout
     estimator_reads_weights = advantage_kwargs(config).may_read("rollout_is_weights")
     return (
         not on_policy
         or config.algorithm.use_kl_in_reward
         or config.algorithm.distillation.is_reward
-        or uses_engine_log_probs(config)
-        or bool(correction.rollout_rs)
-        or bool(correction.rollout_is and (weights_before or estimator_reads_weights))
+        or corrects_before_update(config)
+        or bool(correction.rollout_is and estimator_reads_weights)
         or bool({"old_log_probs", "sum_pi_squared", "entropy"} & set(estimator_needs(config)))
+    )
+
+
+def corrects_before_update(config: PpoConfig) -> bool:
+    """Whether the correction of rollouts comes before the update: rejection and normalised weights need the
+    log-probs of the whole batch, and the engine's log-probs are known."""
+    correction = rollout_correction(config)
+    weights_before = correction.rollout_is_batch_normalize or config.actor_rollout_ref.model.lora_dropout
+    return (
+        uses_engine_log_probs(config)
+        or bool(correction.rollout_rs)
+        or bool(correction.rollout_is and weights_before)
     )
 
 

@@ -42,7 +42,7 @@ from strop.policy.losses import (
     SumLoss,
     in_original_order,
     linear_loss,
-    named_objective,
+    objective_of,
 )
 from strop.policy.samplers import Samplers
 from strop.policy.state import (
@@ -265,11 +265,12 @@ class PolicyCore:
         adapter: str,
     ) -> StepOutput:
         """The loss by name, without gradients."""
-        objective = named_objective(self.config, batch, loss, settings, aggregation)
+        self.adapters.activate(adapter)
+        objective = objective_of(self.config, batch, loss, settings, aggregation, self.backend, self._micro)
         outputs = self.forward(batch, objective.want, adapter)
         with torch.no_grad():
             value, report = objective.loss(outputs, objective.whole)
-        metrics = {name: float(number) for name, number in report.items()}
+        metrics = objective.metrics | {name: float(number) for name, number in report.items()}
         assert outputs.log_probs is not None
         return StepOutput(float(value), metrics, list(split_rows(outputs.log_probs, batch)))
 
@@ -283,8 +284,9 @@ class PolicyCore:
     ) -> StepOutput:
         """The loss by name; gradients are added to those of earlier calls."""
         self.adapters.activate(adapter)
-        objective = named_objective(self.config, batch, loss, settings, aggregation)
+        objective = objective_of(self.config, batch, loss, settings, aggregation, self.backend, self._micro)
         output = self._learn(batch, objective)
+        output.metrics |= objective.metrics
         if objective.update is not None:
             output.metrics["actor/active_rows"] = len(objective.rows) / len(batch)
             known = objective.update.known(batch, self.ranks)

@@ -1,6 +1,7 @@
 """Losses of the policy by name, and a user's own function.
 
-The policy losses of the catalog are computed by `ppo/update.py`, exactly as in a training run. `ppo` and
+The policy losses of the catalog are computed by `ppo/update.py`, exactly as in a training run, after the
+correction of `algorithm.rollout_correction` (`ppo/experience.py`). `ppo` and
 `importance_sampling` are its clipped loss without dual clip, and without any clip; their old log-probs are
 those of the sampler. `cross_entropy` is the loss of supervised training, with weights of tokens.
 
@@ -21,11 +22,14 @@ from torch import Tensor
 
 from strop.algorithms.aggregation import Totals
 from strop.algorithms.losses import sft_loss
-from strop.backends.base import Loss, Outputs
+from strop.algorithms.metrics.training import StepRecord
+from strop.backends.base import Backend, Loss, MicroBatching, Outputs
 from strop.backends.micro_batches import NonFiniteLoss, suspects
 from strop.catalog import POLICY_LOSSES
+from strop.config.derived import corrects_before_update
 from strop.config.schema.ppo import PpoConfig
 from strop.policy.batches import check_trains
+from strop.ppo.experience import ExperienceFacts, add_old_log_probs, correct_off_policy
 from strop.ppo.update import ActorUpdate
 from strop.ranks import Ranks
 from strop.registry import did_you_mean
@@ -52,13 +56,22 @@ class Objective:
     loss: Loss
     update: ActorUpdate | None = None
     """Where a policy loss is computed."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the correction before it."""
 
 
-def named_objective(
-    config: PpoConfig, batch: Batch, name: str, settings: Mapping[str, object], aggregation: str | None
+def objective_of(
+    config: PpoConfig,
+    batch: Batch,
+    name: str,
+    settings: Mapping[str, object],
+    aggregation: str | None,
+    backend: Backend,
+    micro: Callable[[Batch, str], MicroBatching],
 ) -> Objective:
     """The objective of a loss by its name. `settings` are keyword arguments of the loss; `aggregation`
-    replaces actor.loss_agg_mode."""
+    replaces actor.loss_agg_mode. `backend` computes the log-probs that a correction needs, and `micro` says
+    how its pass over a batch is cut."""
     known = sorted({*POLICY_LOSSES.names(), CROSS_ENTROPY, *AS_SAMPLED})
     if name not in AS_SAMPLED and name != CROSS_ENTROPY and name not in POLICY_LOSSES:
         raise ValueError(
@@ -71,7 +84,37 @@ def named_objective(
         if settings:
             raise ValueError(f"cross_entropy takes no settings, got {', '.join(settings)}.")
         return _cross_entropy(batch, mode)
-    return _policy_objective(config, batch, name, settings, mode)
+    if batch.advantages is None:
+        raise ValueError(f"The loss {name!r} needs advantages, and the batch has none. Set batch.advantages.")
+    metrics: dict[str, float] = {}
+    if name not in AS_SAMPLED:
+        batch, metrics = _corrected(config, batch, backend, micro(batch, "log_prob"))
+    objective = _policy_objective(config, batch, name, settings, mode)
+    objective.metrics = metrics
+    return objective
+
+
+def _corrected(
+    config: PpoConfig, batch: Batch, backend: Backend, micro: MicroBatching
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with the importance weights and rejections of algorithm.rollout_correction, and metrics.
+    Weights from log-probs of the update itself are computed in the update."""
+    if batch.rollout_log_probs is None or batch.rollout_weights is not None:
+        return batch, {}
+    record = StepRecord()
+    facts = ExperienceFacts.of(config, on_policy=True)
+    if batch.old_log_probs is None and corrects_before_update(config):
+        batch = add_old_log_probs(batch, backend, facts, micro, record)
+    if facts.correction.rollout_is or facts.correction.rollout_rs:
+        batch = correct_off_policy(batch, facts, record)
+    if not bool(batch.mask.any()):
+        chosen = facts.correction
+        raise ValueError(
+            f"algorithm.rollout_correction.rollout_rs={chosen.rollout_rs} rejected every token of this batch "
+            f"at rollout_rs_threshold={chosen.rollout_rs_threshold}, so there is nothing to train on. Leave "
+            "the batch out, or widen the threshold."
+        )
+    return batch, record.metrics
 
 
 def _cross_entropy(batch: Batch, mode: str) -> Objective:
@@ -90,8 +133,6 @@ def _cross_entropy(batch: Batch, mode: str) -> Objective:
 def _policy_objective(
     config: PpoConfig, batch: Batch, name: str, settings: Mapping[str, object], mode: str
 ) -> Objective:
-    if batch.advantages is None:
-        raise ValueError(f"The loss {name!r} needs advantages, and the batch has none. Set batch.advantages.")
     kwargs = dict(settings)
     if name in AS_SAMPLED:
         kwargs = {**AS_SAMPLED[name], **settings}

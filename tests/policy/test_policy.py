@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from strop.algorithms.rollout_correction import correct_rollout
 from strop.backends.base import Outputs, use_deterministic_kernels
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.models.build import has_bf16_instructions
@@ -242,6 +244,56 @@ def test_weights_of_a_batch_are_those_of_its_loss(task: Path, keys: dict[str, ob
         assert tripled.loss == pytest.approx(-3 * float((batch.advantages * batch.mask).sum()), abs=1e-4)
         assert ("rollout_corr/rollout_is_mean" in default.metrics) == bool(keys)
         assert "rollout_corr/rollout_is_mean" not in tripled.metrics
+
+
+CORRECTION = "algorithm.rollout_correction"
+REJECTED = {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "0.9_1.1"}
+NORMALIZED = {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_batch_normalize": True}
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["on-policy", "old"])
+@pytest.mark.parametrize(
+    "keys", [REJECTED, NORMALIZED, REJECTED | NORMALIZED], ids=["rejection", "normalised", "both"]
+)
+def test_rollouts_are_corrected_as_in_training(task: Path, keys: dict[str, object], old: bool) -> None:
+    with make(task, skip_zero_advantages=False, **keys) as policy:
+        batch = policy.batch(rows(policy))
+        assert batch.advantages is not None and batch.rollout_log_probs is not None
+        gap = torch.tensor([0.02, -0.4, 0.05, 0.3, 0.0])[: batch.mask.shape[1]] * batch.mask
+        now = batch.rollout_log_probs
+        batch = batch.replace(rollout_log_probs=now - gap, old_log_probs=now if old else None)
+        correction = correct_rollout(
+            now, now - gap, batch.mask,
+            rollout_is="token" if NORMALIZED.items() <= keys.items() else None,
+            rollout_is_batch_normalize=True,
+            rollout_rs="token_k1" if REJECTED.items() <= keys.items() else None,
+            rollout_rs_threshold="0.9_1.1",
+        )  # fmt: skip
+        weights = 1 if correction.weights is None else correction.weights
+        expected = -(batch.advantages * weights * correction.mask).sum() / correction.mask.sum()
+        for call in (policy.forward, policy.forward_backward):
+            output = call(batch, "vanilla", aggregation="token-mean")
+            assert output.loss == pytest.approx(float(expected), abs=1e-4)
+            for name, value in correction.metrics.items():
+                assert output.metrics[name] == pytest.approx(float(value), abs=1e-3), name
+        own = batch.replace(rollout_weights=torch.ones_like(batch.mask))
+        plain = -(batch.advantages * batch.mask).sum() / batch.mask.sum()
+        output = policy.forward(own, "vanilla", aggregation="token-mean")
+        assert output.loss == pytest.approx(float(plain), abs=1e-4)
+        if REJECTED.items() <= keys.items():
+            far = batch.replace(rollout_log_probs=now - 3)
+            with pytest.raises(ValueError, match="rollout_rs=token_k1 rejected every token of this batch"):
+                policy.forward(far, "vanilla")
+
+
+def test_engine_log_probs_are_the_old_ones_as_in_training(task: Path) -> None:
+    with make(task, skip_zero_advantages=False, **{f"{CORRECTION}.bypass_mode": True}) as policy:
+        batch = policy.batch(rows(policy))
+        assert batch.advantages is not None and batch.rollout_log_probs is not None
+        shifted = batch.replace(rollout_log_probs=batch.rollout_log_probs - 0.1 * batch.mask)
+        expected = -(batch.advantages * batch.mask).sum() * math.exp(0.1)
+        output = policy.forward(shifted, "vanilla", aggregation="token-sum")
+        assert output.loss == pytest.approx(float(expected), abs=1e-3)
 
 
 @pytest.mark.parametrize("micro", [1, 5, 100])
