@@ -424,7 +424,7 @@ def test_the_beginning_of_a_flag_is_completed_as_argparse_does():
         ("train_ppo_ray stray", r"'stray' belongs to no flag"),
         ("train_ppo_ray --prompt_data_probs half,half", r"Mixture weights must be numbers"),
         ("train_ppo_ray --pretrain '${MODEL}/x'", r"write the value instead of the shell variable"),
-        ("python train_kto.py --beta 1", r"train_kto \(KTO\) was removed"),
+        ("python train_kto.py --beta 1", r"train_kto \(KTO; see `strop dpo loss.type=kto`\) was removed"),
         ("python -m openrlhf.cli.train_pop", r"Unknown OpenRLHF trainer 'train_pop'.*'train_ppo'"),
         ("python run.py --lr 1", r"No OpenRLHF trainer in the command"),
         ("serve_rm --reward_pretrain m --bf16=False", r"--bf16 is a switch and takes no value, got 'False'"),

@@ -90,6 +90,7 @@ def test_a_script_of_grpo_becomes_the_same_run(script: Path):
         "rloo --model_name_or_path m --num_generations 4 --reward_clip_range (-1,1)",
         "sft --model_name_or_path m --use_peft --load_in_4bit --packing --completion_only_loss false --max_length 64",
         "dpo --model_name_or_path m --loss_type ipo --truncation_mode keep_end --fp16",
+        "kto --model_name_or_path m --per_device_train_batch_size 4 --use_peft --precompute_ref_log_probs",
         "reward --model_name_or_path m --eval_strategy steps --eval_steps 10 --warmup_steps 5",
     ],
 )
@@ -213,6 +214,21 @@ def test_losses_of_dpo_with_weights():
     assert found["loss.nll_coef"] == 0.2
     averaged = keys_of(convert_trl(["dpo", "--loss_type", "sigmoid_norm"]))
     assert (averaged["loss.type"], averaged["loss.length_normalized"]) == ("dpo", True)
+
+
+def test_kto_is_dpo_with_the_loss_of_labels():
+    words = ["kto", "--beta", "0.2", "--undesirable_weight", "1.5", "--gradient_accumulation_steps", "2"]
+    conversion = convert_trl(words)
+    config = load("dpo_trainer", conversion.arguments()).config
+    loss = config.loss
+    assert (loss.type, loss.beta, loss.desirable_weight, loss.undesirable_weight) == ("kto", 0.2, 1.0, 1.5)
+    data = config.data
+    assert (data.prompt_key, data.response_key, data.label_key) == ("prompt", "completion", "label")
+    assert (data.train_batch_size, data.shuffle, data.truncation) == (16, False, "right")
+    assert conversion.unmapped == []
+    apo = convert_trl(["kto", "--loss_type", "apo_zero_unpaired", "--train_sampling_strategy", "random"])
+    assert [name for name, _, _ in apo.unmapped] == ["loss_type"]
+    assert load("dpo_trainer", apo.arguments()).config.data.shuffle
 
 
 def test_every_argument_of_trl_is_known():

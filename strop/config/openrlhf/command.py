@@ -23,7 +23,7 @@ TRAINERS = {
     "serve_rm": "serve-rm",
 }
 REMOVED = {
-    "train_kto": "KTO",
+    "train_kto": "KTO; see `strop dpo loss.type=kto`",
     "train_prm": "process reward models",
     "train_kd": "distillation",
     "batch_inference": "batch inference (see `strop generate`)",

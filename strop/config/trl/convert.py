@@ -28,8 +28,15 @@ from strop.config.trl.script import Expression, read_trl
 from strop.config.trl.table import ARGUMENTS, COMBINED, GENERATIONS, LEARNING_RATES, MISSING, PAIRS, RL
 from strop.registry import did_you_mean
 
-VERBS = {"grpo": "ppo", "rloo": "ppo", "sft": "sft", "dpo": "dpo", "reward": "rm"}
-FUNCTIONS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model"}
+VERBS = {"grpo": "ppo", "rloo": "ppo", "sft": "sft", "dpo": "dpo", "kto": "dpo", "reward": "rm"}
+FUNCTIONS = {
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "sft": "sft",
+    "dpo": "dpo",
+    "kto": "dpo",
+    "reward": "reward_model",
+}
 """TRL's trainer, and the function of `import strop` that does the same."""
 
 
@@ -226,6 +233,14 @@ def _supervised(draft: Draft) -> None:
         )
     if draft.run.trainer == "dpo":
         _dpo(draft)
+    if draft.run.trainer == "kto":
+        _kto(draft)
+    strategy = draft.value("train_sampling_strategy")
+    if strategy == "sequential" or (strategy is None and draft.run.trainer == "kto"):
+        draft.put("data.shuffle", False, "train_sampling_strategy")
+    elif strategy not in (None, "random"):
+        reason = "rows are shuffled, or in the order of the file (data.shuffle=false)"
+        draft.unmapped.append(("train_sampling_strategy", str(strategy), reason))
 
 
 def _sft(draft: Draft) -> None:
@@ -259,6 +274,24 @@ def _dpo(draft: Draft) -> None:
                 draft.put("loss.length_normalized", True, "loss_type")
         else:
             draft.unmapped.append(("loss_type", f"{name} x {weight}", "losses are dpo, ipo and simpo"))
+
+
+def _kto(draft: Draft) -> None:
+    kind = draft.value("loss_type") or "kto"
+    draft.put("loss.type", "kto", "loss_type")
+    if kind != "kto":
+        draft.unmapped.append(("loss_type", str(kind), "the only loss of labelled responses is kto"))
+    columns = {"prompt_key": "prompt", "response_key": "completion", "label_key": "label"}
+    for key, column in columns.items():
+        draft.overrides[key] = Override(f"data.{key}", column, "", "TRL's name of the column")
+    draft.notes.append(
+        "Where rows are pairs (chosen, rejected), leave out data.response_key and data.label_key: each pair "
+        "gives a good and a bad response, as in TRL."
+    )
+    draft.notes.append(
+        "TRL estimates the KL divergence on each per_device_train_batch_size rows of all processes, Strop on "
+        "all rows of an update."
+    )
 
 
 def _report_rest(draft: Draft) -> None:

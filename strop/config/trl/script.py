@@ -18,7 +18,7 @@ import yaml
 
 from strop.config.yaml_files import read_limited
 
-TRAINERS = {"GRPO": "grpo", "RLOO": "rloo", "SFT": "sft", "DPO": "dpo", "Reward": "reward"}
+TRAINERS = {"GRPO": "grpo", "RLOO": "rloo", "SFT": "sft", "DPO": "dpo", "KTO": "kto", "Reward": "reward"}
 """Prefix of TRL's class names, and TRL's command."""
 
 
@@ -34,7 +34,7 @@ class TrlRun:
     """The arguments of one TRL run, as written."""
 
     trainer: str
-    """grpo, rloo, sft, dpo or reward."""
+    """grpo, rloo, sft, dpo, kto or reward."""
     config: dict[str, object] = field(default_factory=dict)
     """Arguments of the configuration class."""
     given: dict[str, object] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RL = ("grpo", "rloo")
-SUPERVISED = ("sft", "dpo", "reward")
+SUPERVISED = ("sft", "dpo", "kto", "reward")
 PAIRS = ("dpo", "reward")
 ALL = (*RL, *SUPERVISED)
 SECTIONS = {"model": "actor_rollout_ref.model", "optim": "actor_rollout_ref.actor.optim"}
@@ -73,13 +73,15 @@ ARGUMENTS = (
     Argument("reward_clip_range", "reward_model.clip_range", trainers=("rloo",)),
     Argument("max_length", "data.max_length", 1024, trainers=SUPERVISED),
     Argument("chat_template_path", "data.chat_template", trainers=("sft", "reward")),
-    Argument("beta", "loss.beta", 0.1, trainers=("dpo",)),
+    Argument("beta", "loss.beta", 0.1, trainers=("dpo", "kto")),
+    Argument("desirable_weight", "loss.desirable_weight", 1.0, trainers=("kto",)),
+    Argument("undesirable_weight", "loss.undesirable_weight", 1.0, trainers=("kto",)),
     Argument("label_smoothing", "loss.label_smoothing", 0.0, trainers=("dpo",)),
     Argument("rpo_alpha", "loss.nll_coef", trainers=("dpo",)),
     Argument("reference_free", "loss.reference_free", trainers=("dpo",)),
-    Argument("precompute_ref_log_probs", "loss.precompute_ref", trainers=("dpo",)),
+    Argument("precompute_ref_log_probs", "loss.precompute_ref", trainers=("dpo", "kto")),
 )
-LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "sft": 2e-5, "dpo": 1e-6, "reward": 1e-4}
+LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
 GENERATIONS = {"grpo": 8, "rloo": 2}
 BETAS = {"grpo": 0.0, "rloo": 0.05}
 
@@ -123,6 +125,7 @@ COMBINED = {
     "completion_only_loss": None,
     "assistant_only_loss": False,
     "loss_weights": None,
+    "train_sampling_strategy": None,
     "optim": "adamw_torch_fused",
 }
 """Arguments that convert.py reads together with others, with TRL's defaults (None: none, or by trainer)."""
