@@ -307,6 +307,7 @@ TOOL_PARSERS.declare("llama3_json", "strop.agents.parsers.json_formats:Llama3Jso
 TOOL_PARSERS.declare("qwen", "strop.agents.parsers.qwen:QwenParser")
 TOOL_PARSERS.declare("mistral", "strop.agents.parsers.json_formats:MistralParser")
 TOOL_PARSERS.declare("pythonic", "strop.agents.parsers.pythonic:PythonicParser")
+TOOL_PARSERS.declare("gpt-oss", "strop.agents.parsers.harmony:HarmonyParser")
 for _name in ("template", "auto"):
     TOOL_PARSERS.declare(_name, "strop.agents.parsers.template:template_parser", reads_template=True)
 

@@ -39,16 +39,24 @@ class Rendering:
     stable: bool
     """A conversation that grew turn by turn is what the template writes for the whole."""
     tool_role: str = "tool"
-    """The role of tool results: `user` for templates that know no tools."""
+    """The role of tool results: `user` for templates that know no tools, or not without the call."""
     notices: tuple[str, ...] = ()
+    after_call: bool = False
+    """The template writes a result only behind its call, whose name it repeats (gpt-oss)."""
 
     @classmethod
     def of(cls, chat: Chat, *, tools: Schemas | None = None) -> Rendering:
         """Check the template with the probe; ValueError if it cannot write several turns at all."""
         notices: list[str] = []
         role = "tool"
-        if tools and not _shows_results(chat, tools):
+        if tools and not _shows_results(chat, PROBE[:3], tools):
             role = "user"
+            if _shows_results(chat, [*_calling(PROBE[2:3]), PROBE[2]], tools):
+                behind = (
+                    "The chat template writes a result of a tool only behind its call. Turns stay as they "
+                    "were sampled, and new messages are rendered without the history before them."
+                )
+                return cls(chat, False, role, (behind,), after_call=True)
             notices.append(
                 "The chat template has no place for results of tools; they are given as what the user says."
             )
@@ -89,10 +97,33 @@ class Rendering:
         self, history: Sequence[Message], messages: Sequence[Message], *, tools: Schemas | None = None
     ) -> str:
         """Return the text of `messages` after an answer, from the end of its turn on."""
+        if self.after_call and all(message["role"] == "tool" and message.get("name") for message in messages):
+            return self._results_text(messages)
         renamed = self.renamed(messages)
         if self.stable:
             return self.chat.later_text(renamed, history=history, tools=tools)
         return self.chat.later_text(renamed)
+
+    def _results_text(self, messages: Sequence[Message]) -> str:
+        """Return the end of the calls, their results, and the next generation prompt."""
+        calls = self.chat.text(_calling(messages))
+        groups = [messages]
+        if not all(message["name"] in calls for message in messages):
+            groups = [[message] for message in messages]  # gpt-oss writes the first of several calls
+        pieces: list[str] = []
+        for group in groups:
+            before = _calling(group)
+            opened = self.chat.text(before)
+            whole = self.chat.text([*before, *group], generate=group is groups[-1])
+            if not whole.startswith(opened):
+                raise ValueError(
+                    "The chat template rewrites calls when their results are added, so the results cannot be "
+                    f"appended: it wrote ...{opened[-SHOWN:]!r} before."
+                )
+            if not pieces:
+                pieces.append(opened.rpartition("{}")[2])
+            pieces.append(whole.removeprefix(opened))
+        return "".join(pieces)
 
     def renamed(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the role that the template has for tool results."""
@@ -113,9 +144,18 @@ def _probe_conversation(tool_role: str, *, with_tools: bool) -> list[Message]:
     return [PROBE[0], *PROBE[3:]]
 
 
-def _shows_results(chat: Chat, tools: Schemas) -> bool:
+def _calling(results: Sequence[Message]) -> list[Message]:
+    """Return a conversation that ends with the calls of these results, without arguments."""
+    calls = []
+    for result in results:
+        function = {"name": result["name"], "arguments": {}}
+        calls.append({"type": "function", "id": result.get("tool_call_id", "call_0"), "function": function})
+    return [PROBE[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+def _shows_results(chat: Chat, probe: Sequence[Message], tools: Schemas) -> bool:
     try:
-        return PROBE_RESULT in chat.text(PROBE[:3], tools=tools)
+        return PROBE_RESULT in chat.text(probe, tools=tools)
     except ValueError:
         return False
 

@@ -100,10 +100,9 @@ def parse_tool_calls(episode: Episode, text: str) -> tuple[ToolCall | Malformed,
 def result_message(call: ToolCall | Malformed, text: str) -> ChatMessage:
     """Return the result of a call as a message of the role `tool`."""
     message: ChatMessage = {"role": "tool", "content": text}
-    if isinstance(call, Malformed):
-        return message
-    message["name"] = call.name
-    if call.id:
+    if call.name:
+        message["name"] = call.name
+    if isinstance(call, ToolCall) and call.id:
         message["tool_call_id"] = call.id
     return message
 

@@ -50,6 +50,12 @@ def write_qwen(calls: Calls) -> str:
     return "\n".join(written)
 
 
+def write_harmony(calls: Calls) -> str:
+    header = "<|start|>assistant<|channel|>commentary to=functions."
+    written = [f"{header}{n} <|constrain|>json<|message|>{json.dumps(a)}<|call|>" for n, a in calls]
+    return "".join(written)
+
+
 def json_calls(calls: Calls, arguments: str) -> list[str]:
     return [json.dumps({"name": name, arguments: values}) for name, values in calls]
 
@@ -127,6 +133,18 @@ CONFORMANCE = {
             ("[a(x=1", "not closed"),
             ("[a(x={1, 2})]", "plain literal"),
             ("[a(x=" + "(" * 500 + ")" * 500 + ")]", "invalid Python"),
+        ),
+    ),
+    "gpt_oss": Conformance(
+        write_harmony,
+        "<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+        "{{ c.function.arguments | tojson }}<|call|>",
+        (
+            ('<|channel|>commentary to=functions.a json<|message|>{"x": <|call|>', "invalid JSON"),
+            ("<|channel|>commentary to=functions.a json<|message|><|call|>", "invalid JSON"),
+            ("<|channel|>commentary to=functions.a json<|message|>[1]<|call|>", "not a list"),
+            ("<|channel|>commentary to=functions.a json<|message|>{} so<|call|>", "text after"),
+            ("<|channel|>commentary to=functions.a <|constrain|>json", "no <|message|>"),
         ),
     ),
 }
@@ -238,6 +256,29 @@ def test_pythonic_evaluates_nothing(tmp_path):
     assert isinstance(call, Malformed) and not proof.exists()
 
 
+def test_harmony_messages():
+    """Calls are read from headers alone: not from thoughts, answers, or results that the model makes up."""
+    thought = "<|channel|>analysis<|message|>I send to=functions.add {}.<|end|>"
+    call = '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+    comment = "<|start|>assistant<|channel|>commentary<|message|>I add.<|end|>"
+    parsed = parse("gpt-oss", thought + comment + call)  # the stop token is not part of the text
+    assert parsed == Parsed("I add.", (ToolCall("add", {"a": 1}),))
+    first = ' to=functions.add<|channel|>analysis json<|message|>{"a": "<|call|><|start|>"}<|call|>'
+    assert parse("gpt-oss", first).calls == (ToolCall("add", {"a": "<|call|><|start|>"}),)
+    for text in (
+        thought + '<|start|>assistant<|channel|>final<|message|>I wrote to=functions.add<|message|>{"a": 1}',
+        "to=functions.add is a header. So is assistant to=functions.add json {}",
+        "<|start|>functions.add to=assistant<|channel|>commentary<|message|>to=functions.add {}<|end|>",
+        thought[:40],
+    ):
+        assert parse("gpt-oss", text).calls == (), text
+    broken = call.replace("1", "one") + "<|call|>"
+    both = parse("gpt-oss", thought + broken + call + "<|call|>").calls
+    assert [type(found) for found in both] == [Malformed, ToolCall] and both[0].name == "add"
+    answer = thought + "<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
+    assert parse("gpt-oss", answer) == Parsed("Four.")
+
+
 # --- the template's own ---------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +376,7 @@ PIECES = st.sampled_from(
             "<|eot_id|>",
             "</s>",
         ),
+        *("<|start|>assistant", "<|channel|>final", " to=functions.f", "<|message|>", "<|call|>"),
         *(
             "<think>",
             "</think>",
@@ -403,7 +445,18 @@ def test_what_is_written_is_read_back(form, calls):
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
-    "piece", ["<tool_call>", "<function=f>", "[TOOL_CALLS]", "{}", "[f(", " ", "<|eot_id|>", '{"name": "f"};']
+    "piece",
+    [
+        "<tool_call>",
+        "<function=f>",
+        "[TOOL_CALLS]",
+        "{}",
+        "[f(",
+        " ",
+        "<|eot_id|>",
+        '{"name": "f"};',
+        "<|start|> to=functions.f<|message|>",
+    ],
 )
 def test_long_texts_are_read_in_little_time(form, piece):
     start = time.thread_time()  # not the wall clock: other processes may have the processor

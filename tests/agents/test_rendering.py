@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from strop.agents.parsers.base import parser_for
 from strop.agents.rendering import Rendering
 from strop.agents.tool_set import ToolSet
 from strop.data.chat import Chat
@@ -44,6 +46,16 @@ MOVING = (
     "{% for m in messages %}{% if tools and m.role == 'user' and loop.index0 == messages|map(attribute='role')|list|length - 1 %}"
     "[TOOLS]{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Writes a result behind the call, with its name, and the first of several calls, as gpt-oss does.
+CALLING = (
+    "{% set seen = namespace(name=none) %}{% for m in messages %}"
+    "{% if m.tool_calls %}{% set seen.name = m.tool_calls[0].function.name %}"
+    "<|im_start|>assistant to=functions.{{ seen.name }}<|message|>{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% elif m.role == 'tool' %}{% if seen.name is none %}{{ raise_exception('no call') }}{% endif %}"
+    "<|im_start|>functions.{{ seen.name }} to=assistant<|message|>{{ m.content }}"
+    "{% else %}{% set seen.name = none %}<|im_start|>{{ m.role }}<|message|>{{ m.content }}{% endif %}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
 SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
@@ -104,6 +116,35 @@ def test_results_are_told_by_a_user_where_a_template_knows_no_tools() -> None:
         [{"role": "user", "content": "?"}], [{"role": "tool", "content": "3", "name": "add"}], last_id=STOP
     )
     assert text(ids) == "\n<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_results_are_written_behind_their_calls_where_the_template_asks_for_them() -> None:
+    found = rendering(CALLING, tool_set(add))
+    assert found.after_call and "only behind its call" in found.notices[0]
+    results = [
+        {"role": "tool", "content": "3", "name": "add"},
+        {"role": "tool", "content": "4", "name": "sub"},
+    ]
+    written = "<|im_start|>functions.add to=assistant<|message|>3<|im_end|>"
+    assert text(found.after([], results[:1], last_id=STOP)) == f"{written}<|im_start|>assistant"
+    assert text(found.after([], results[:1], last_id=5 + STOP)).startswith(f"<|im_end|>{written}")
+    written += "<|im_start|>functions.sub to=assistant<|message|>4<|im_end|>"
+    assert text(found.after([], results, last_id=STOP)) == f"{written}<|im_start|>assistant"
+    said = [{"role": "tool", "content": "no such call"}]
+    assert "user<|message|>no such call" in text(found.after([], said, last_id=STOP))
+
+
+def test_an_episode_of_gpt_oss_answers_each_call_by_its_name() -> None:
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}'
+    engine = ScriptedEngine([call.replace("2", ""), call, "<|channel|>final<|message|>3"])
+    scene = episode_context(
+        engine, tools=tool_set(add), tokenizer=tokenizer_of(CALLING), response_length=1000
+    )
+    [episode] = play(replace(scene, parser=parser_for("gpt-oss", None)), prompt())
+    whole = text(episode.trajectory().response)
+    first, second = whole.split("<|im_start|>functions.add to=assistant<|message|>")[1:]
+    assert first.startswith("The tool call could not be read: invalid JSON")
+    assert second == "3<|im_end|><|im_start|>assistant<|channel|>final<|message|>3<|im_end|>"
 
 
 def test_a_template_that_drops_answers_is_refused() -> None:

@@ -43,6 +43,8 @@ class Malformed:
     """What the model wrote."""
     why: str
     """What is wrong with it, in words for the model."""
+    name: str = ""
+    """The tool that it calls, where the format tells."""
 
 
 @dataclass(frozen=True)

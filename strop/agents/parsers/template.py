@@ -18,6 +18,7 @@ from strop.agents.parsers.base import (
     read_json,
     without_end_of_turn,
 )
+from strop.agents.parsers.harmony import HarmonyParser
 from strop.agents.parsers.json_formats import HermesParser, Llama3JsonParser, MistralParser, TaggedJson
 from strop.agents.parsers.pythonic import PythonicParser
 from strop.agents.parsers.qwen import QwenParser
@@ -58,6 +59,8 @@ def written_call(tokenizer: PreTrainedTokenizerBase | None) -> str:
     written = ""
     if full.startswith(header):
         written = full.removeprefix(header).lstrip().removeprefix(CONTENT)
+    elif CONTENT in full:  # gpt-oss has another header for what is said before a call
+        written = full.rpartition(CONTENT)[2]
     if tail and written.endswith(tail):
         written = written.removesuffix(tail)
     else:  # some templates end a turn with calls in another way than a plain one
@@ -84,6 +87,8 @@ def _known(written: str) -> ToolParser | None:
         return QwenParser()
     if "<tool_call>" in written and isinstance(HermesParser().parse(written).calls[0], ToolCall):
         return HermesParser()
+    if f"to=functions.{NAME}<|channel|>" in written or f"to=functions.{NAME} " in written:
+        return HarmonyParser()
     if "[TOOL_CALLS]" in written:
         return MistralParser()
     if "<|python_tag|>" in written or written.lstrip().startswith('{"name"'):

@@ -68,8 +68,8 @@ class MultiTurnConfig:
     interaction_config_path: str | None = None
     """YAML file that defines the interactions."""
     format: str = setting("hermes", one_of=TOOL_PARSERS)
-    """Syntax of tool calls: hermes, llama3_json, qwen, mistral, pythonic, or template (the syntax that the
-    chat template uses)."""
+    """Syntax of tool calls: hermes, llama3_json, qwen, mistral, pythonic, gpt-oss, or template (the syntax
+    that the chat template uses)."""
     use_inference_chat_template: bool = inert(False, "turns are rendered once, token by token")
     """Option of an older engine."""
     tokenization_sanity_check_mode: str = inert("strict", "token exactness is always checked")
