@@ -148,6 +148,8 @@ class StepLoop:
                 computed += runner.prefill(second_pass)
         self._count_admitted(admissions, computed)
         self._num_filled = len(scheduler.running)
+        for admission in admissions:
+            scheduler.lengths[admission.row] += 1
         self._return_finished()
 
     def _num_free_pages(self) -> int | None:
@@ -172,6 +174,8 @@ class StepLoop:
         placed = cache.place(placements, moves, moved_length, scheduler.prefix_cache.evict)
         scheduler.take_back(admissions[placed:])
         self._release_unused()
+        # Pages of finished sequences need no row.
+        self.runner.rows.move(moves if self._pages is None else [], len(scheduler.running))
         return admissions[:placed]
 
     def _count_admitted(self, admissions: Sequence[Admission], computed: int) -> None:
