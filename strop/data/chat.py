@@ -17,11 +17,13 @@ from strop.data.image_files import UnusableImages
 from strop.data.images import ImageProcessor
 from strop.data.json_rows import lone_surrogate
 from strop.data.templates.forms import (
+    Forms,
     as_parts,
     forms_of,
     opening_advice,
     refuse_lost_parts,
     template_errors,
+    with_preamble,
 )
 from strop.types import Images
 
@@ -144,9 +146,12 @@ class Chat:
             end = match.end()
         return "".join([*found, text[end:]])
 
+    def _forms(self) -> Forms:
+        return forms_of(self.tokenizer, self.template, str(self.tokenizer.chat_template))
+
     def _for_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages in the forms that the template reads."""
-        forms = forms_of(self.tokenizer, self.template, str(self.tokenizer.chat_template))
+        forms = self._forms()
         if not forms.needs_parts and all(map(_is_text, messages)):
             return [dict(message) for message in messages]
         found = forms.fitted(messages)
@@ -164,7 +169,7 @@ class Chat:
             rendered = self.tokenizer.apply_chat_template(
                 self._for_template(messages),
                 tools=list(tools or self.tools or []) or None,  # type: ignore[arg-type]
-                chat_template=self.template,
+                chat_template=with_preamble(self.tokenizer, self.template, self._forms().preamble),
                 add_generation_prompt=generate,
                 tokenize=False,
                 **self.kwargs,

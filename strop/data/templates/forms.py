@@ -11,7 +11,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ TOOL = {
     },
 }
 
+KEEP_NO_CONTENT = (
+    "{%- set opened = namespace(messages=[]) -%}{%- for message in messages -%}"
+    "{%- set opened.messages = opened.messages + [dict({'content': none}, **message)] -%}"
+    "{%- endfor -%}{%- set messages = opened.messages -%}{{ '' }}"
+)
+"""Goes before a template that writes calls where the content is none: transformers 5.23 takes keys whose
+value is None out of messages, so that such a template finds no content at all."""
 _PART = re.compile(r"""["']text["']:\s*["']$""")
 """What JSON and Python write before the text of a part."""
 
@@ -61,6 +68,8 @@ class Forms:
     """It writes arguments of calls as they are, so they must be JSON text."""
     call_without_content: str | None = ""
     """The content of a turn that only makes calls. DeepSeek's templates write calls where it is none."""
+    preamble: str = ""
+    """Must go before the template: KEEP_NO_CONTENT or nothing."""
 
     def fitted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the messages in the forms that the template reads."""
@@ -110,7 +119,8 @@ def forms_of(tokenizer: PreTrainedTokenizerBase, template: str | None, own: str)
         asked = {"role": "user", "content": as_parts(QUESTION)}
     wanted["system"] = probe.wanted([], {"role": "system"}, [asked])
     wanted["assistant"] = probe.wanted([asked], {"role": "assistant"}, [])
-    as_text, content = probe.call_form(asked)
+    as_text, content, preamble = probe.call_form(asked)
+    probe = replace(probe, preamble=preamble)
     called = [asked, probe_call(content, as_text=as_text)]
     wanted["tool"] = probe.wanted(called, {"role": "tool", "name": NAME, "tool_call_id": CALL_ID}, [])
     return Forms(
@@ -118,7 +128,15 @@ def forms_of(tokenizer: PreTrainedTokenizerBase, template: str | None, own: str)
         frozenset(role for role, form in wanted.items() if form == TEXT),
         as_text,
         content,
+        preamble,
     )
+
+
+def with_preamble(tokenizer: PreTrainedTokenizerBase, template: str | None, preamble: str) -> str | None:
+    """Return the template with the preamble before it; None is the tokenizer's own."""
+    if not preamble:
+        return template
+    return preamble + tokenizer.get_chat_template(template, [TOOL])
 
 
 def probe_call(content: str | None, *, as_text: bool) -> Message:
@@ -134,6 +152,7 @@ class _Probe:
 
     tokenizer: PreTrainedTokenizerBase
     template: str | None
+    preamble: str = ""
 
     def wanted(
         self, before: Sequence[Message], message: Message, after: Sequence[Message]
@@ -154,18 +173,19 @@ class _Probe:
         before, found, _ = written.partition(CONTENT)
         return bool(found) and not before.endswith("'") and _PART.search(before) is None
 
-    def call_form(self, asked: Message) -> tuple[bool, str | None]:
-        """Return how the template writes a call: whether with its arguments as text, and with which content.
-        With objects it may fail, or write Python's notation of them."""
-        contents: tuple[str | None, ...] = ("", None)
-        for content in contents:
-            written = self._written([asked, probe_call(content, as_text=False)])
+    def call_form(self, asked: Message) -> tuple[bool, str | None, str]:
+        """Return how the template writes a call: whether with its arguments as text, with which content, and
+        with what before the template. With objects it may fail, or write Python's notation of them."""
+        ways: tuple[tuple[str | None, str], ...] = (("", ""), (None, ""), (None, KEEP_NO_CONTENT))
+        for content, preamble in ways:
+            probe = replace(self, preamble=preamble)
+            written = probe._written([asked, probe_call(content, as_text=False)])
             if written is not None and VALUE in written and "'probe_key'" not in written:
-                return False, content
-            written = self._written([asked, probe_call(content, as_text=True)])
+                return False, content, preamble
+            written = probe._written([asked, probe_call(content, as_text=True)])
             if written is not None and f'"{VALUE}"' in written:
-                return True, content
-        return False, ""
+                return True, content, preamble
+        return False, "", ""
 
     def _written(self, conversation: Sequence[Message]) -> str | None:
         """Return what the template writes; None if it fails."""
@@ -173,7 +193,7 @@ class _Probe:
             written = self.tokenizer.apply_chat_template(
                 [dict(message) for message in conversation],
                 tools=[TOOL],
-                chat_template=self.template,
+                chat_template=with_preamble(self.tokenizer, self.template, self.preamble),
                 tokenize=False,
             )
         except template_errors():
