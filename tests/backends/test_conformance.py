@@ -19,7 +19,9 @@ from strop.backends import BACKENDS, backend_class
 from strop.backends.base import Backend, MicroBatching, Outputs
 from strop.backends.fsdp.sharded import whole
 from strop.backends.micro_batches import NonFiniteLoss, suspects
+from strop.backends.optimizer import make_optimizer
 from strop.backends.single import SingleBackend
+from strop.backends.updates import LossScale, StepSettings, overridden
 from strop.config.schema.model import OptimConfig
 from strop.models.checkpointing import Checkpointing, checkpoint_activations
 from strop.models.heads import new_scalar_model
@@ -156,6 +158,21 @@ def test_gradients_are_clipped_by_their_global_norm_and_cleared(make):
     )
     assert (before - flat_weights(backend)).norm().item() == pytest.approx(0.01, rel=1e-3)
     assert not backend.weights.gradients
+    for limit, length in ((0.02, 0.02), (0, gradient.norm().item())):  # of this update alone; 0: not clipped
+        backend = make(tiny_model(), optim=optim(optimizer="SGD", lr=1.0), grad_clip=0.01)
+        backend.forward_backward(batch, ["log_probs"], policy_loss, ALL)
+        backend.step(StepSettings(grad_clip=limit))
+        assert (before - flat_weights(backend)).norm().item() == pytest.approx(length, rel=1e-3)
+
+
+def test_dropout_is_active_in_updates_only(make):
+    backend = make(tiny_model(), optim=optim())
+    modes = []
+    backend.module.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    for _ in range(2):
+        backend.forward(tiny_batch(), ["log_probs"], ALL)
+        backend.forward_backward(tiny_batch(), ["log_probs"], policy_loss, ALL)
+    assert modes == [False, True] * 2
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(make):
@@ -211,6 +228,40 @@ def test_norms_and_biases_are_not_decayed(make):
     for name, weight in backend.export_weights():
         factor = 0.99 if weight.dim() > 1 else 1.0
         torch.testing.assert_close(weight, before[name] * factor, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_hyperparameters_of_one_update_decay_no_vectors_and_are_gone_afterwards():
+    named = {"matrix": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    optimizer = make_optimizer(named, optim(weight_decay=0.1))
+    before = [dict(group) for group in optimizer.param_groups]
+    with overridden(optimizer, StepSettings(lr=2.0, betas=(0.0, 0.5), weight_decay=0.3)):
+        found = [(g["weight_decay"], g["lr"], g["betas"]) for g in optimizer.param_groups]
+        assert found == [(0.3, 2.0, (0.0, 0.5)), (0.0, 2.0, (0.0, 0.5))]
+    assert [dict(group) for group in optimizer.param_groups] == before
+    plain = make_optimizer(named, optim(weight_decay=0.0))
+    with (
+        pytest.raises(ValueError, match="matrices and vectors"),
+        overridden(plain, StepSettings(weight_decay=1)),
+    ):
+        pass
+    for betas in ((-0.1, 0.9), (0.9, 1.0)):
+        with pytest.raises(ValueError, match="must lie in"):
+            StepSettings(betas=betas)
+    with pytest.raises(ValueError, match=r"grad_clip=-1 must not be negative"):
+        StepSettings(grad_clip=-1)
+
+
+def test_the_loss_scale_halves_to_one_and_doubles_after_a_hundred_updates():
+    scale = LossScale(3.0)
+    for _ in range(99):
+        scale.stepped()
+    assert scale.shrink() and scale.value == 1.5
+    for _ in range(99):
+        scale.stepped()
+    assert scale.value == 1.5, "counted from the change"
+    scale.stepped()
+    assert scale.value == 3.0 and scale.state()["quiet"] == 0
+    assert scale.shrink() and scale.shrink() and scale.value == 1.0 and not scale.shrink()
 
 
 def test_small_updates_survive_in_fp32_masters(make):
@@ -345,6 +396,17 @@ def test_numbers_of_an_optimizer_resume_in_their_own_precision(name):
             assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
 
 
+def test_the_state_of_a_partly_frozen_model_has_all_of_its_weights(make):
+    frozen = tiny_model()
+    frozen.get_input_embeddings().requires_grad_(False)
+    backend = make(frozen, optim=optim())
+    expected = whole(backend.state_dict()["model"]["model.embed_tokens.weight"]).clone()
+    train(backend, 1)
+    state = backend.state_dict()["model"]
+    assert state.keys() == {name for name, _ in tiny_model().named_parameters()}
+    assert torch.equal(whole(state["model.embed_tokens.weight"]), expected)
+
+
 def test_a_state_of_another_model_is_refused(make):
     backend = make(tiny_model(), optim=optim())
     with pytest.raises(ValueError, match="saved weights are not those of this model"):
@@ -466,6 +528,7 @@ def test_offloaded_parts_are_onloaded_for_the_passes_that_need_them():
     plain = single(tiny_model(), optim=optim())
     offloaded = make_backend(Watched, tiny_model(), optim=optim(), offload_model=True, offload_optimizer=True)
     train(plain, 2)
+    assert plain.offloading is None and single(tiny_model(), offload_optimizer=True).offloading is None
     assert offloaded.moves == [("host", True, True)]
     train(offloaded, 2)
     assert offloaded.moves[1:] == [("device", True, True), ("host", True, True)] * 2
@@ -516,6 +579,11 @@ def test_gradients_that_overflow_in_float16_are_made_again_with_a_smaller_scale(
     infos = [backend.step() for backend in (usual, other)]
     assert not infos[1].skipped and infos[1].loss_scale > infos[0].loss_scale == 2.0**16
     assert infos[1].grad_norm == pytest.approx(infos[0].grad_norm, rel=1e-3)
+    # Behind gradients that are to be kept, a pass is not made again: the update is skipped.
+    for scale in (2.0**16, 2.0**60):
+        usual.scaling.value = scale
+        usual.forward_backward(tiny_batch(), ["log_probs"], policy_loss, ALL)
+    assert usual.scaling.value == 2.0**60 and usual.step().skipped
 
 
 def test_float16_learns_as_float32_does_and_its_scale_is_saved(make):
@@ -532,6 +600,10 @@ def test_float16_learns_as_float32_does_and_its_scale_is_saved(make):
     for backend in (half, later):
         train(backend, 1)
     assert torch.equal(flat_weights(half), flat_weights(later))
+    # A run may go on in another precision.
+    exact.load_state_dict(copy.deepcopy(half.state_dict()))
+    half.load_state_dict(copy.deepcopy(exact.state_dict()))
+    assert exact.scaling is None and half.scaling.value == 2.0**9
 
 
 def test_other_optimizers_and_bad_settings(make):

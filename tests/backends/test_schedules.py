@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,8 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.backends.optimizer import constant, cosine, linear, make_scheduler, warmup_length, wsd
+from strop.backends.optimizer import (
+    constant,
+    cosine,
+    linear,
+    make_schedule,
+    make_scheduler,
+    warmup_length,
+    wsd,
+)
 from strop.catalog import SCHEDULES
+from strop.config.schema.model import OptimConfig
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
@@ -24,6 +34,18 @@ def test_the_first_update_is_not_wasted_and_warm_up_reaches_one(name: str) -> No
         scheduler.step()
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     assert min(rates) > 0.0
+
+
+def test_one_step_of_warm_up_is_at_the_full_rate() -> None:
+    assert [constant(step, warmup_steps=1) for step in range(2)] == [1.0, 1.0]
+
+
+def test_no_steps_of_warm_up_need_no_length_of_the_run() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    ratio = OptimConfig(lr_warmup_steps_ratio=0.1)
+    make_schedule(optimizer, dataclasses.replace(ratio, lr_warmup_steps=0))
+    with pytest.raises(ValueError, match="share of total_training_steps"):
+        make_schedule(optimizer, ratio)
 
 
 def test_compat_verl_starts_at_zero_and_swings_up_again() -> None:
@@ -60,6 +82,7 @@ def test_linear_and_wsd_by_hand() -> None:
 
 def test_warm_up_by_steps_wins_over_ratio() -> None:
     assert warmup_length(100, ratio=0.03) == 3
+    assert warmup_length(10, ratio=0.25) == 2 and warmup_length(10, ratio=0.25, compat="trl") == 3
     assert warmup_length(100, steps=0, ratio=0.5) == 0
     with pytest.raises(ValueError, match="between 0 and 1, it is 3"):
         warmup_length(100, ratio=3)

@@ -78,6 +78,20 @@ def test_rows_are_preempted_newest_first_and_counted(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("paged")
+def test_rows_that_find_no_pages_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler estimates how many pages a row will share: here it always finds that there are enough."""
+    model = tiny.make()
+    monkeypatch.setattr(scheduler.Scheduler, "_fits_pages", lambda self, free: lambda sample: True)
+    engine = NativeEngine(model, cache_bytes=(14 + pages.SPARE) * SIZE * PER_TOKEN)
+    sizes = ((LONG, 45), (LONG[:35], 60), (LONG[3:33], 40), (LONG[5:], 50))
+    asked = [Request(prompt, seed=i, max_tokens=limit) for i, (prompt, limit) in enumerate(sizes)]
+    found = engine.generate(asked, Sampling())
+    check(cache_of(engine))
+    monkeypatch.undo()
+    assert ids(found) == ids(NativeEngine(model).generate(asked, Sampling()))
+
+
+@pytest.mark.usefixtures("paged")
 def test_memory_follows_the_tokens_and_not_the_longest_row() -> None:
     """One long row and many short ones: a rectangle of 8 rows would need 8 x 96 tokens."""
     engine = NativeEngine(tiny.make(), cache_bytes=(24 + pages.SPARE) * SIZE * PER_TOKEN, max_num_seqs=8)

@@ -143,6 +143,21 @@ def test_a_penalty_counts_a_token_once() -> None:
     assert short.dtype == torch.float32 and short[0, 0] == torch.tensor(2.0) / 1.1, "not rounded again"
 
 
+def test_penalised_logits_are_sampled_from_and_the_log_probs_are_those_of_the_model() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 40)
+    penalised = apply_penalty(logits, torch.arange(10, 30)[None], torch.tensor([3.0]))
+    warm = SamplingTensors(temperature=torch.tensor([0.7]))
+    wanted = (penalised / 0.7).softmax(-1)
+    torch.testing.assert_close(sampler.probabilities(logits, warm, penalised), wanted)
+    number = torch.tensor([0.3], dtype=torch.float64)
+    found = sample(logits, number, warm, penalised)
+    assert int(found.tokens) == int((wanted.cumsum(-1) <= 0.3).sum())
+    assert float(found.log_probs) == pytest.approx(float((logits / 0.7).log_softmax(-1)[0, found.tokens]))
+    best = sample(logits, number, SamplingTensors(all_greedy=True), penalised)
+    assert int(best.tokens) == int(penalised.argmax()) != int(logits.argmax())
+
+
 _WAYS = list(itertools.product([0.6, 1.0, 1.7], [0, 7], [1.0, 0.8], [0.0, 0.08]))
 
 
