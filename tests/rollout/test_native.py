@@ -132,6 +132,7 @@ def test_an_error_in_the_module_reaches_the_caller_and_the_engine_lives_on() -> 
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate([Request(PROMPTS[0], n=2)], Sampling(temperature=0, max_tokens=6))
     handle.remove()
+    assert engine._step_loop is not None and engine._step_loop.runner.cache.bytes == 0
     assert model.config._attn_implementation == "sdpa"
     assert ids(engine.generate([Request(PROMPTS[0], n=2)], Sampling(temperature=0, max_tokens=6))) == ids(
         expected
