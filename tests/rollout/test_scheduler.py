@@ -106,6 +106,16 @@ def test_the_youngest_rows_give_way_and_come_back_first() -> None:
     scheduler.preempt(preempted)
     assert [(s.request, s.index) for s in scheduler.waiting] == [(0, 4), (1, 0)]
     assert scheduler.cache_shape() == (4, 50)
+    scheduler.lengths[:] = [95] * 4  # 100 with the headroom, up to the limit
+    scheduler.preempt(scheduler.select_preempted())
+    assert len(scheduler.running) == 2
+    scheduler.budget = 199
+    scheduler.preempt(scheduler.select_preempted())
+    assert len(scheduler.running) == 1 and scheduler.select_preempted() == []
+    scheduler.budget = 1000
+    assert scheduler.cache_shape() == (1, 100), "no row too many"
+    scheduler.budget = 50
+    assert scheduler.select_preempted() == [], "the last one stays"
 
 
 @settings(max_examples=50, deadline=None)
@@ -192,6 +202,8 @@ def test_the_shapes_of_a_cache_of_pages() -> None:
     scheduler.admit(100)
     scheduler.assign_prefixes(0, 99)
     assert scheduler.table_shape() == (3, 320) and scheduler.wanted_pages() == 2 + 4 + 5
+    scheduler.max_num_seqs = 16
+    assert scheduler.table_shape() == (4, 320)
     for multi_turn, pages in ((True, 2), (False, 0)):
         scheduler, made = paged((70, 100))
         made[0].multi_turn = multi_turn
@@ -253,3 +265,9 @@ def test_a_common_beginning_is_copied_from_the_longest_row_that_has_it() -> None
     scheduler.add([other])
     (alone,) = admit(scheduler)
     assert alone.source_row is None and alone.num_cached_tokens == 0
+    assert [s.request for s in scheduler.running] == [1, 0, 2, 3, 4]
+    scheduler.remove_finished([0, 2, 4])
+    scheduler.add([ScheduledSample(5, 0, text[:240], 400)])
+    (moved,) = admit(scheduler)
+    assert [s.request for s in scheduler.running] == [3, 0, 5]
+    assert (moved.source_row, moved.num_cached_tokens) == (0, 239), "where the row is now"
