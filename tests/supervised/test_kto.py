@@ -46,7 +46,8 @@ def test_the_loss_of_a_step_is_that_of_the_formula(task, tmp_path, micro):
 
     tiny_model(tiny_tokenizer(), hidden=32, layers=2, seed=5).save_pretrained(tmp_path / "ref")
     tiny_tokenizer().save_pretrained(tmp_path / "ref")
-    words = [*labelled(task, tmp_path / "run"), f"ref.path={tmp_path}/ref", "loss.desirable_weight=1.5"]
+    words = [*labelled(task, tmp_path / "run"), f"ref.path={tmp_path}/ref", "loss.beta=0.3"]
+    words += ["loss.desirable_weight=1.5", "loss.undesirable_weight=0.7"]
     trainer = build("dpo", words, f"data.micro_batch_size_per_gpu={micro}", "trainer.total_training_steps=1")
     items = [trainer.loader.dataset[place] for place in range(16)]
     batch = pair_batch(items)
@@ -56,8 +57,8 @@ def test_the_loss_of_a_step_is_that_of_the_formula(task, tmp_path, micro):
     expected = 0.0
     for number in range(16):
         good = bool(items[number].margin)
-        gain = 0.1 * (ratio[2 * number] - kl)
-        expected += (1.5 if good else 1.0) * (1 - torch.sigmoid(gain if good else -gain)).item() / 16
+        gain = 0.3 * (ratio[2 * number] - kl)
+        expected += (1.5 if good else 0.7) * (1 - torch.sigmoid(gain if good else -gain)).item() / 16
     trainer.fit()
     found = metrics(tmp_path / "run")[1]
     assert found["train/loss"] == pytest.approx(expected, rel=1e-5)

@@ -185,6 +185,9 @@ def test_moments():
     assert (moments.statistics.mean, moments.statistics.std) == (0.0, 2.0)  # of held-out pairs
     moments({"chosen_reward": 3.0, "rejected_reward": 1.0, "score_square": 5.0}, False)
     assert (moments.statistics.mean, moments.statistics.std) == pytest.approx((2.0, 1.0))  # other weights
+    # Equal scores: the mean of squares is rounded below the square of the mean, and a divisor is positive.
+    moments({"chosen_reward": 0.1, "rejected_reward": 0.1, "score_square": 0.01 - 1e-9}, True)
+    assert moments.statistics.std == 1e-8
 
 
 def test_the_end_of_an_answer_is_never_padding():

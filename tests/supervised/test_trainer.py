@@ -11,9 +11,13 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from strop.backends.base import Outputs
 from strop.config.compose import load
+from strop.config.schema.supervised import DpoLossConfig
 from strop.data.files import open_rows
 from strop.preflight.examine import examine
+from strop.supervised.kto import KtoTask
+from strop.supervised.tasks import DpoTask, PairBatch, SftTask
 from strop.supervised.trainer import EpochProgress
 from tests import forked
 from tests.forked import Forked
@@ -110,6 +114,33 @@ def test_a_loss_of_one_batch_is_the_formula(task, tmp_path, settings_, expected)
         )
         values.append(expected(*sides))
     assert steps[1]["train/loss"] == pytest.approx(torch.stack(values).mean().item(), rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", [SftTask, DpoTask, KtoTask])
+def test_the_load_balancing_loss_of_a_micro_batch_has_the_weight_of_its_tokens(kind) -> None:
+    task_ = kind(aux_loss_coef=0.5) if kind is SftTask else kind(DpoLossConfig(), aux_loss_coef=0.5)
+    assert task_.want(training=True) == ["log_probs", "auxiliary"]
+    assert task_.want(training=False) == ["log_probs"]
+    lengths = [2, 2, 6, 6]
+    batch = PairBatch(
+        sequences=[torch.arange(length) for length in lengths],
+        prompt_lengths=torch.ones(4, dtype=torch.int64),
+        mask=torch.tensor([[1.0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]),
+        reference=torch.zeros(4),
+        margins=torch.ones(4),
+        kl=torch.zeros(4),
+    )
+    loss = task_.loss(batch)
+    added = reported = 0.0
+    for rows, auxiliary in (([0, 1], 2.0), ([2, 3], 4.0)):
+        piece = batch.select(rows)
+        zeros = torch.zeros_like(piece.mask)
+        plain = loss(Outputs(log_probs=zeros), piece)
+        value, found = loss(Outputs(log_probs=zeros, auxiliary=torch.tensor(auxiliary)), piece)
+        added += float(value - plain[0])
+        reported += float(found["aux_loss"])
+    assert "aux_loss" not in plain[1] and reported == pytest.approx(2.0 * 4 / 16 + 4.0 * 12 / 16)
+    assert added == pytest.approx(0.5 * reported, rel=1e-4)
 
 
 @pytest.mark.parametrize(
