@@ -161,6 +161,10 @@ def test_the_budget_on_a_gpu_is_a_share_of_the_device_less_the_weights(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 7_000_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5_000_000)
     assert memory.cache_memory(model, device, 0.5) == 50_000_000 - weights
+    assert memory.cache_memory(model, device, 0.5, copies=1_000_000) == 49_000_000 - weights
+    assert memory.cache_memory(model, device, 0.0) == 0
+    monkeypatch.setattr(memory, "host_memory", lambda: 1000)
+    assert memory.cache_memory(model, torch.device("cpu"), 0.5) == 250
     state["free"] = 10_000_000
     assert memory.cache_memory(model, device, 0.5) == int(12_000_000 * 0.9), "no more than is free"
     assert memory.cache_memory(model, device, 0.5, held=5_000_000) == int(17_000_000 * 0.9), (
@@ -169,6 +173,19 @@ def test_the_budget_on_a_gpu_is_a_share_of_the_device_less_the_weights(
     assert memory.may_stay(device) and not memory.may_stay(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25_000_001)
     assert not memory.may_stay(device)
+
+
+def test_decode_steps_are_counted_by_their_rows_and_their_memory_by_its_maximum() -> None:
+    meter = memory.Meter()
+    for steps, rows, tokens in ((1, 8, 30), (2, 9, 80), (4, 256, 50), (8, 257, 10)):
+        meter.decoded(steps, rows, memory.CacheUse(tokens, 100, pages=rows))
+    meter.admitted(30, 40)
+    found = meter.read(max_num_seqs=512)
+    assert [found[f"steps_to_{rows}_rows"] for rows in (8, 64, 256)] == [1, 2, 4]
+    assert found["steps_of_more_rows"] == 8 and found["prefix_reuse"] == 0.25
+    assert found["occupancy"] == (8 + 2 * 9 + 4 * 256 + 8 * 257) / (15 * 512)
+    assert (found["cache_use"], found["tokens_in_flight"], found["pages_used"]) == (0.8, 80, 257)
+    assert not any(meter.read(512).values()), "counted from the last reading"
 
 
 def test_a_cache_with_recorded_steps_stays_when_the_engine_sleeps_until_memory_is_scarce(
