@@ -19,10 +19,38 @@ from strop.rollout.base import (
 from strop.rollout.continuation import continuation, is_unfinished, join_completions
 from strop.rollout.hf import HfEngine
 from strop.rollout.native import NativeEngine
+from strop.rollout.native.requests import RequestState
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, PROMPTS, count_tokens
 
 SAMPLING = Sampling(max_tokens=20, temperature=0.9)
+
+
+def test_who_waits_for_a_request_is_told_once_when_all_of_its_samples_are_there() -> None:
+    engine = NativeEngine(tiny.make(), max_num_seqs=2)
+    told: list[str] = []
+    samples: list[int] = []
+
+    def listen(index: int, ids: list[int], _: list[float]) -> None:
+        samples.append(index)
+
+    long = Request(PROMPTS[0], n=3, max_tokens=4, on_tokens=listen, on_done=lambda: told.append("long"))
+    short = Request(PROMPTS[1], n=1, max_tokens=1, on_done=lambda: told.append("short"))
+    state = engine.submit(long, SAMPLING)
+    other = engine.submit(short, SAMPLING)
+    with engine.borrowed_model():
+        while not state.done:
+            assert "long" not in told
+            engine.step()
+        while not other.done:
+            engine.step()
+    assert sorted(told) == ["long", "short"] and set(samples) == {0, 1, 2}
+    state.fail(RuntimeError("too late"))
+    assert len(told) == 2
+    failed = RequestState(0, Request(PROMPTS[0], n=2), on_done=lambda one: told.append(str(one.error)))
+    failed.fail(RuntimeError("first"))
+    failed.fail(RuntimeError("second"))
+    assert told[2:] == ["first"]
 
 
 def at_pass(model: Any, number: int, action: Any) -> Any:
