@@ -19,7 +19,7 @@ from strop.rollout.base import (
 from strop.rollout.continuation import continuation, is_unfinished, join_completions
 from strop.rollout.hf import HfEngine
 from strop.rollout.native import NativeEngine
-from strop.rollout.native.requests import RequestState
+from strop.rollout.native.requests import PrefillChunk, RequestState, similar_lengths
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, PROMPTS, count_tokens
 
@@ -51,6 +51,16 @@ def test_who_waits_for_a_request_is_told_once_when_all_of_its_samples_are_there(
     failed.fail(RuntimeError("first"))
     failed.fail(RuntimeError("second"))
     assert told[2:] == ["first"]
+
+
+def test_chunks_of_similar_length_are_padded_together_each_once() -> None:
+    lengths = [(0, 1), (5, 3), (0, 3), (0, 20), (7, 22), (0, 40), (0, 22), (0, 100), (9, 100), (0, 9)]
+    chunks = [PrefillChunk(row, start, [1] * count) for row, (start, count) in enumerate(lengths)]
+    groups = list(similar_lengths([(10 * chunk.row, chunk) for chunk in chunks]))
+    found = [sorted(len(chunk.tokens) for _, chunk in group) for group in groups]
+    assert found == [[1, 3, 9], [20, 22], [40], [100], [3], [22], [100]]
+    assert sorted(offset for group in groups for offset, _ in group) == list(range(0, 100, 10))
+    assert all(len({chunk.start > 0 for _, chunk in group}) == 1 for group in groups)
 
 
 def at_pass(model: Any, number: int, action: Any) -> Any:

@@ -217,6 +217,15 @@ def test_a_reference_may_be_asked_once_or_in_every_step(pairs, tmp_path):
             assert torch.allclose(tensor, found["once"][weight], rtol=1e-3, atol=1e-4), (name, weight)
 
 
+def test_a_pair_whose_reference_was_not_computed_is_refused(pairs, tmp_path):
+    trainer = build("dpo", settings(pairs, tmp_path, "dpo"))
+    known = trainer.loader.dataset
+    assert known[3].reference is not None
+    known.table[3, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"of pair 3 were not computed .*loss\.precompute_ref=false"):
+        known[3]
+
+
 def test_another_reference_and_adapters(pairs, tmp_path):
     other = make_task_model(pairs, tmp_path / "other")
     base = settings(pairs, tmp_path, "dpo")
