@@ -85,8 +85,13 @@ def test_fused_head_passes_gradcheck(chunk: int, with_bias: bool) -> None:
     assert torch.autograd.gradcheck(both, (p["hidden"], p["weight"], p["bias"] if with_bias else None))
 
 
+@pytest.mark.parametrize("cached_rows", [2, 1000])
 @pytest.mark.parametrize("use", ["log_probs", "entropy", "both", "entropy detached"])
-def test_fused_head_equals_the_plain_head(use: str) -> None:
+def test_fused_head_equals_the_plain_head(
+    use: str, cached_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a chunk is computed in parts, as a CPU computes a large vocabulary."""
+    monkeypatch.setattr("strop.algorithms.logprobs.CACHED", 11 * cached_rows)
     p = problem(rows=9, dtype=torch.float32)
     leaves = [p["hidden"], p["weight"], p["bias"]]
     found = token_logprobs_from_hidden(*leaves[:2], p["labels"], bias=leaves[2], chunk=4, want_entropy=True)
