@@ -18,6 +18,7 @@ from strop.config.checkpointing import checkpointing_of
 from strop.config.schema.model import ModelConfig
 from strop.models.checkpointing import checkpoint_activations
 from strop.models.files.names import name_in_files
+from strop.models.files.weights import open_weights, weight_files
 from strop.models.generation.settings import load_generation_config, read_generation_config
 from strop.models.heads import empty_scalar_model, load_scalar_model, note_own_head, untie_own_head
 from strop.models.layouts.check import runs_packed
@@ -27,9 +28,7 @@ from strop.models.load import (
     load_config,
     load_language_model,
     load_tokenizer,
-    open_weights,
     resolve,
-    weight_files,
 )
 from strop.models.lora import adapted_layers, add_adapters, base_model, decoder_of, load_adapters
 from strop.models.nf4.layers import quantize_layers

@@ -35,7 +35,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from strop.models.load import WeightFiles, open_weights, refuse_mismatch, weight_files, weights_of
+from strop.models.files.weights import open_weights, refuse_mismatch, weight_files, weights_of
+from strop.models.load import WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

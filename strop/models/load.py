@@ -1,14 +1,12 @@
 """Loading: where weights come from (a Hugging Face folder, a hub name, a GGUF file, or `smollm2-135m`),
-checks of safetensors files, model configurations, language models and tokenizers."""
+model configurations, language models and tokenizers."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,82 +14,15 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from strop.config.schema.model import is_dropout_rate
 from strop.data.chat import template_text
 from strop.extras import require
+from strop.models.files.weights import reason_of, refuse_mismatch, weights_of
 from strop.registry import did_you_mean
 
 log = logging.getLogger(__name__)
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-
-@contextmanager
-def weights_of(name: str) -> Iterator[None]:
-    """Inside the block, errors of libraries that cannot read weights become a ValueError that names the
-    damaged file, if there is one."""
-    try:
-        yield
-    except Exception as error:
-        check_weights(Path(name))
-        raise ValueError(f"The weights of {name!r} cannot be loaded: {reason_of(error)}") from error
-
-
-def weight_files(folder: Path) -> list[str]:
-    """The safetensors files of a model folder, by name; empty where there are none."""
-    if not (folder / INDEX).is_file():
-        if (folder / SINGLE).is_file():
-            return [SINGLE]
-        return []
-    try:
-        return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / INDEX} is damaged or incomplete ({error}). Fetch it again.") from error
-
-
-def open_weights(file: Path) -> Any:
-    """A safetensors file, opened; its header, which says how long the file must be, is read and nothing
-    more."""
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        size = "there is no such file"
-        if file.is_file():
-            size = f"it has {file.stat().st_size} bytes"
-        raise ValueError(
-            f"{file} is damaged or incomplete: {size} ({first_line(error)}). Fetch it again; an interrupted "
-            "download or copy, or a Git LFS pointer in place of the file, looks like this."
-        ) from error
-
-
-def check_weights(folder: Path) -> None:
-    """Refuse a model folder of which a safetensors file is missing or cut short."""
-    for file in weight_files(folder):
-        open_weights(folder / file)
-
-
-def refuse_mismatch(name: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Refuse weights of other shapes than the configuration; `mismatched` lists (name, saved shape, wanted
-    shape)."""
-    found = sorted(mismatched)
-    if found:
-        key, saved, wanted = found[0]
-        raise ValueError(
-            f"{len(found)} weights of {name!r} do not fit its configuration, for instance {key}: "
-            f"{tuple(saved)} in the file, {tuple(wanted)} by config.json (and override_config). Its "
-            "config.json must belong to its weights."
-        )
-
-
-def first_line(error: Exception) -> str:
-    """With the next line if it ends in a colon, and with the class of an error whose text says little."""
-    line = " ".join(re.split(r"(?<!:)\n", str(error).strip(), maxsplit=1)[0].split())
-    return f"{type(error).__name__}: {line}" if isinstance(error, LookupError | TypeError) else line
-
 
 # --- sources ------------------------------------------------------------------------------------------------
 
@@ -153,9 +84,14 @@ def resolve(path: str | None) -> WeightFiles:
         raise ValueError(
             f"model.path={path!r} is a file; give the folder that holds it, or a file that ends in .gguf."
         )
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    if is_path(path):
         raise ValueError(f"model.path={path!r} does not exist.")
     return WeightFiles(path)
+
+
+def is_path(name: str) -> bool:
+    """Whether the name of a model is no name of the hub, such as a/b."""
+    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def _refuse_checkpoint(place: Path, path: str) -> None:
@@ -242,16 +178,6 @@ def load_config(
     if not trust_remote_code:
         _refuse_foreign_kernels(config, at.name)
     return override_config(config, override or {})
-
-
-def reason_of(error: Exception) -> str:
-    """The first line of an error; where transformers refuses to run code of the folder, what to set."""
-    if "trust_remote_code" not in str(error):
-        return first_line(error)
-    return (
-        "it brings code of its own (auto_map), which is not run. Read that code, and if you trust it set "
-        "model.trust_remote_code=true (strop merge: --trust_remote_code)."
-    )
 
 
 def _refuse_foreign_kernels(config: PreTrainedConfig, name: str) -> None:

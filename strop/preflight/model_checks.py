@@ -152,9 +152,10 @@ def native_obstacle(config: PreTrainedConfig) -> str | None:
 
 def head_findings(key: str, path: str | None, wanted: str) -> list[ConfigFinding]:
     """Errors if the folder holds another kind of model than `wanted`, or a file in it is damaged."""
+    from strop.models.files.weights import check_weights
     from strop.models.generation.settings import read_generation_config
     from strop.models.heads import wrong_head
-    from strop.models.load import check_weights, resolve
+    from strop.models.load import resolve
 
     source = resolve(path)
     if source.gguf_file is not None or not Path(source.name).is_dir():
@@ -177,9 +178,11 @@ def find_tokenizer(
     """The tokenizer if it is on this machine. A model that would have to be downloaded gives a warning."""
     place = model.tokenizer_path or model.path
     assert place is not None, "a missing model.path is an error of the configuration"
+    from strop.models.load import is_path
+
     local = Path(place).expanduser()
     is_hub_name = not (local.exists() or place.endswith(".gguf") or place == "smollm2-135m")
-    if is_hub_name and (place.startswith(("/", "./", "~")) or place.count("/") > 1):
+    if is_hub_name and is_path(place):
         return None, [error(key, f"there is no folder {local}.")]
     from strop.models.build import build_tokenizer
 

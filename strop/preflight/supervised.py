@@ -59,9 +59,9 @@ class Survey:
 
 def examine_supervised(config: AnySupervisedConfig, report: PreflightReport) -> int | None:
     """Add findings and facts to the report; returns the number of training rows where it is known."""
-    report.findings += model_findings(config)
     tokenizer, findings = find_tokenizer(config.model, "model.path")
-    report.findings += findings
+    named = {finding.key for finding in findings if finding.level == "error"}
+    report.findings += [found for found in model_findings(config) if found.key not in named] + findings
     if tokenizer is not None:
         report.findings += template_findings(
             tokenizer,
@@ -106,7 +106,7 @@ def model_findings(config: AnySupervisedConfig) -> list[ConfigFinding]:
         try:
             findings += head_findings(key, path, wanted)
         except ValueError as refused:
-            findings.append(error(key, str(refused).removeprefix(f"model.path={path!r} ")))
+            findings.append(error(key, str(refused).replace(f"model.path={path!r}", str(path), 1)))
     findings = findings or lora_findings(config.model, "model")
     findings = findings or megatron_findings(supervised_role(config))
     return findings or expert_findings(config.model, config.model.fsdp_config, "model.fsdp_config")

@@ -227,6 +227,9 @@ def test_weights_that_were_cut_are_found_without_loading_any(overrides, task, tm
     file.write_bytes(file.read_bytes()[:5000])
     found = errors(examined(overrides, f"{key}={tmp_path}/cut", "critic.enable=true"))
     assert set(found) == {key} and f"{file} is damaged or incomplete: it has 5000 bytes" in found[key], found
+    file.unlink()
+    found = errors(examined(overrides, f"{key}={tmp_path}/cut", "critic.enable=true"))
+    assert set(found) == {key} and f"The folder {tmp_path}/cut holds no weights" in found[key], found
 
 
 def test_a_generation_config_that_is_no_object_is_found_without_loading_weights(overrides, task, tmp_path):

@@ -237,6 +237,9 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
         assert (
             "it holds a classifier (LlamaForSequenceClassification), but a language model is needed" in found
         )
+    for key in ("model.path", "ref.path"):  # one error each
+        found = errors("dpo", settings(small, tmp_path / "run", "dpo"), f"{key}=nowhere/")
+        assert re.fullmatch(f"{key}: (there is no folder nowhere|nowhere/ does not exist)[.]", found), found
     config = LlamaConfig(
         vocab_size=17,
         hidden_size=32,

@@ -26,8 +26,9 @@ from strop.backends.fsdp.experts import experts_of
 from strop.backends.fsdp.sharded import Region, fill
 from strop.config.schema.model import FsdpConfig
 from strop.models.build import allocate
+from strop.models.files.weights import open_weights, weight_files
 from strop.models.heads import HEAD
-from strop.models.load import WeightFiles, open_weights, weight_files
+from strop.models.load import WeightFiles
 from strop.models.lora import has_adapters
 from strop.ranks import Ranks
 

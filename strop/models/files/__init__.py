@@ -1,1 +1,1 @@
-"""Files of models: the names of weights in them."""
+"""Files of models: their weights, and the names of weights in them."""

@@ -14,7 +14,8 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from strop.config.schema.model import ModelConfig
-from strop.models.load import first_line, load_config, resolve
+from strop.models.files.weights import first_line
+from strop.models.load import load_config, resolve
 
 
 def read_generation_config(source: str) -> GenerationConfig | None:

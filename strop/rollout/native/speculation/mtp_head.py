@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
-from strop.models.load import INDEX, SINGLE, open_weights
+from strop.models.files.weights import INDEX, SINGLE, open_weights
 from strop.models.lora import base_model, decoder_of
 from strop.rollout.native.attention import Step
 
