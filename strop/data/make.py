@@ -59,7 +59,6 @@ def math(row: Row, split: str, index: int) -> Row:
 
 def math500(row: Row, split: str, index: int) -> Row:
     """MATH-500 and files like it; a row has problem and answer, and perhaps solution, subject and level."""
-    solution = row.get("solution") or row["answer"]
     return _row(
         "HuggingFaceH4/MATH-500",
         row["problem"],
@@ -67,7 +66,7 @@ def math500(row: Row, split: str, index: int) -> Row:
         row["answer"],
         split,
         index,
-        answer=solution,
+        answer=row.get("solution") or row["answer"],
     )
 
 
@@ -102,7 +101,8 @@ def hh_rlhf(row: Row, split: str, index: int) -> Row:
     prompt = row.get("prompt") or ""
     chosen = transcript(prompt + row["chosen"])
     rejected = transcript(prompt + row["rejected"])
-    if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant" or len(chosen) < 2:
+    ends = [dialogue[-1]["role"] for dialogue in (chosen, rejected) if len(dialogue) > 1]
+    if ends != ["assistant", "assistant"]:
         raise ValueError("chosen and rejected must be dialogues that end with the assistant")
     return {
         "data_source": "Dahoas/full-hh-rlhf",
@@ -257,6 +257,8 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     out = Path(args.out).expanduser()
+    if out.is_file():
+        raise ValueError(f"--out {args.out} is a file; name a folder.")
     keys = {"train": "data.train_files", "test": "data.val_files"}
     overrides = []
     for split, rows in _build_splits(args).items():
@@ -381,12 +383,9 @@ def _checked_rows(name: str, rows: FileRows) -> Iterator[Row]:
 def _row(
     source: str, question: str, instruction: str, truth: str, split: str, index: int, *, answer: str
 ) -> Row:
-    content = question
-    if instruction:
-        content = f"{question} {instruction}"
     return {
         "data_source": source,
-        "prompt": [{"role": "user", "content": content}],
+        "prompt": [{"role": "user", "content": f"{question} {instruction}".rstrip()}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {"split": split, "index": index, "question": question, "answer": answer},

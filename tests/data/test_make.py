@@ -152,6 +152,13 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         main(["gsm8k", "--from", number, *out])
     with pytest.raises(ValueError, match="names only test files"):
         main(["gsm8k", "--from", lines(tmp_path / "test.jsonl", [{}]), *out])
+    pair = {"chosen": "\n\nHuman: 1+1?\n\nAssistant: 2", "rejected": "\n\nHuman: 1+1?\n\nAssistant: 3"}
+    for change in ({"chosen": "2"}, {"rejected": "3"}, {"rejected": "\n\nAssistant: 3"}):
+        with pytest.raises(ValueError, match="no row is left to train on"):
+            main(["hh_rlhf", "--from", lines(tmp_path / "p.jsonl", [{**pair, **change}]), *out])
+        assert "must be dialogues that end with the assistant" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"--out .*p\.jsonl is a file"):
+        main(["arithmetic", "--out", str(tmp_path / "p.jsonl")])
     assert main(["gsm9k", *out]) == 2 and main(["arithmetic", "--size", "0", *out]) == 2
     assert main(["--help"]) == 0
     assert "invalid choice: 'gsm9k'" in capsys.readouterr().err

@@ -165,6 +165,8 @@ def test_what_cannot_be_merged_is_said(trained, adapted, tmp_path, task):
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
     refused("does not exist", "--local_dir", f"{tmp_path}/nowhere")
+    (tmp_path / "model.pt").touch()
+    refused("is a file; name the folder", "--local_dir", f"{tmp_path}/model.pt")
     refused("holds no model 'actr'. Did you mean 'actor'", "--local_dir", f"{_folder(trained / 'actr')}")
     (trained / "actr").rmdir()
     refused("holds several models; name one: .*actor.*critic", "--local_dir", str(trained))

@@ -96,7 +96,8 @@ def read_source(
 def _read_folder(local_dir: str, base: str | None, lora_alpha: float | None, ema: bool) -> MergeSource:
     folder = Path(local_dir).expanduser().absolute()
     if not folder.is_dir():
-        raise ValueError(f"--local_dir {local_dir} does not exist.")
+        what = "is a file; name the folder that holds it" if folder.is_file() else "does not exist"
+        raise ValueError(f"--local_dir {local_dir} {what}.")
     if is_verl_checkpoint(folder):
         return _read_verl(folder, base, lora_alpha)
     if checkpoint_folder(folder) is not None:
