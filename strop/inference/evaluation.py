@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from strop.algorithms.metrics.validation import Estimate, best_of, bootstrap_mean, majority_of, subset_sizes
@@ -26,6 +26,8 @@ from strop.types import Prompt, Trajectory
 
 SCORING_BATCH_SIZE = 512
 """Responses that are scored between two updates of the progress bar."""
+TRIED_PROMPTS = 4
+"""Prompts of each data source with which the scorer is tried before a run."""
 
 
 @dataclass
@@ -92,22 +94,37 @@ def evaluate(
     caller, which is called in this process."""
     scored_prompts = read_responses(config, path)
     _check_sizes(scored_prompts, config.evaluation.k)
-    function: RewardFunction | RuleScorer = RuleScorer(
-        config.evaluation.timeout, compat=conventions(config.evaluation.compat).scorers
-    )
-    custom = config.custom_reward_function
+    function = _scorer(config)
     if given is not None:
         function = RewardFunction(given, takes_lists=None, timeout=config.evaluation.timeout)
-    elif custom.path:
-        function = load_function(
-            custom.path,
-            custom.name,
-            custom.reward_kwargs,
-            takes_lists=None,
-            timeout=config.evaluation.timeout,
-        )
     score_all(scored_prompts, function, config.evaluation, here=given is not None)
     return scored_prompts
+
+
+def try_scorer(config: EvaluationConfig) -> tuple[int, dict[str, str]]:
+    """Score a response of the first prompts of each data source. Returns the number of prompts, and the first
+    error of each source none of which could be scored; raises as `evaluate` if that is all of them."""
+    prompts = read_responses(config)
+    _check_sizes(prompts, config.evaluation.k)
+    tried: dict[str, list[ScoredPrompt]] = {}
+    for prompt in prompts:
+        of_source = tried.setdefault(prompt.source, [])
+        if prompt.responses and len(of_source) < TRIED_PROMPTS:
+            of_source.append(replace(prompt, responses=prompt.responses[:1]))
+    score_all([prompt for some in tried.values() for prompt in some], _scorer(config), config.evaluation)
+    failed = {}
+    for source, some in tried.items():
+        if some and not any(prompt.scored for prompt in some):
+            failed[source] = some[0].errors[0]
+    return len(prompts), failed
+
+
+def _scorer(config: EvaluationConfig) -> RewardFunction | RuleScorer:
+    settings = config.evaluation
+    own = config.custom_reward_function
+    if not own.path:
+        return RuleScorer(settings.timeout, compat=conventions(settings.compat).scorers)
+    return load_function(own.path, own.name, own.reward_kwargs, takes_lists=None, timeout=settings.timeout)
 
 
 def _check_sizes(prompts: Sequence[ScoredPrompt], sizes: Sequence[int] | None) -> None:

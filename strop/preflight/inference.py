@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strop.config.rules import ConfigFinding, error
+from strop.config.rules import ConfigFinding, error, warning
 from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
 from strop.config.schema.training_service import TrainingServiceConfig
 from strop.preflight.device_checks import quantization_findings
@@ -74,7 +74,7 @@ def _positions(config: GenerationConfig) -> list[ConfigFinding]:
 
 
 def _evaluation(config: EvaluationConfig, report: PreflightReport) -> int | None:
-    from strop.inference.evaluation import open_responses
+    from strop.inference.evaluation import open_responses, try_scorer
 
     own = config.custom_reward_function
     if own.path:
@@ -90,6 +90,10 @@ def _evaluation(config: EvaluationConfig, report: PreflightReport) -> int | None
             report.findings.append(reward_file_finding(own.path, problem))
     try:
         rows = len(open_responses(config))
+        if report.ok:
+            rows, failed = try_scorer(config)
+            for source, reason in failed.items():
+                report.findings.append(warning(f"reward of {source}", reason))
     except (ValueError, OSError) as problem:
         report.findings.append(error("data.path", str(problem)))
         return None

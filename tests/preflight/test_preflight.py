@@ -160,6 +160,28 @@ def test_an_evaluation_names_the_key_of_a_missing_reward_file(tmp_path):
     )
 
 
+def test_responses_that_cannot_be_scored(tmp_path):
+    """An error if that is all of them, as in the run; a warning about a data source."""
+    row = {"data_source": "arithmetic", "reward_model": {"ground_truth": "2"}, "responses": ["2"]}
+    file = tmp_path / "rows.jsonl"
+
+    def report(*rows):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return examine(load("evaluation", [f"data.path={file}"]))
+
+    mine = {**row, "data_source": "mine"}
+    for bad, said in (
+        (mine, "No rule scorer knows the data source 'mine'"),
+        ({**row, "responses": [2]}, "The response is int, not text"),
+        ({**row, "responses": []}, "No row has a response"),
+    ):
+        found = errors(report(bad, bad))
+        assert said in found["data.path"], found
+    mixed = report(row, mine)
+    assert mixed.ok and "No rule scorer" in warnings(mixed)["reward of mine"]
+    assert not warnings(report(row, {**row, "responses": [2]}))
+
+
 def test_a_reward_file_that_exits_while_it_is_imported(overrides, tmp_path):
     found = errors(
         examined(
