@@ -73,7 +73,8 @@ class RowFile(ABC):
             except (pyarrow.ArrowException, OverflowError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise ValueError(
-                    f"{self.address}: the column {name!r} has values of different types: {reason}"
+                    f"{self.address}: the column {name!r} has values of different types ({reason}), which a "
+                    "parquet file cannot hold. Write those of all rows in one way."
                 ) from error
         return pyarrow.table(columns)
 

@@ -185,8 +185,7 @@ def generate(config: GenerationConfig) -> GenerationSummary:
 
 
 def check_output(config: GenerationConfig, inputs: InputRows) -> None:
-    """Raise what `generate` would raise about its input and output, before a model is loaded."""
-    inputs.table()
+    """Raise what `generate` would raise about its output, before a model is loaded."""
     job = _job(config, inputs)
     partial = PartialOutput(str(config.data.output_path), job)
     if not _complete(partial, job):

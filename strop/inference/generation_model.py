@@ -18,7 +18,7 @@ from strop.data.chat import Chat
 from strop.data.files import Row, open_rows
 from strop.data.images import ImageProcessor
 from strop.data.make import published_rows
-from strop.data.prompts import PromptDataset, truncate
+from strop.data.prompts import PromptDataset, ToolListing, truncate
 from strop.data.schema import ColumnKeys, require_column
 from strop.inference.resumable_rows import PartialOutput
 from strop.models.build import build_policy, build_tokenizer, compute_dtype
@@ -121,6 +121,26 @@ class GenerationCounts:
         )
 
 
+def chat_of(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """The chat template that renders the rows."""
+    return Chat(
+        tokenizer,
+        kwargs=dict(config.data.apply_chat_template_kwargs),
+        plain=not config.data.apply_chat_template,
+        images=ImageProcessor(processor_loader(config.model)),
+    )
+
+
+def prompts_of(
+    config: GenerationConfig, inputs: InputRows, chat: Chat, listing: ToolListing | None = None
+) -> PromptDataset:
+    """The prompts of the rows, of any length."""
+    key = "prompt" if config.data.benchmark else config.data.prompt_key
+    return PromptDataset(
+        inputs.rows, chat, keys=ColumnKeys(prompt=key), max_prompt_length=1 << 40, listing=listing
+    )
+
+
 class ResponseGenerator:
     """The engine and the prompts: generates responses to rows."""
 
@@ -128,18 +148,9 @@ class ResponseGenerator:
         rollout = config.rollout
         self.config = config
         self.tokenizer = build_tokenizer(config.model)
-        chat = Chat(
-            self.tokenizer,
-            kwargs=dict(config.data.apply_chat_template_kwargs),
-            plain=not config.data.apply_chat_template,
-            images=ImageProcessor(processor_loader(config.model)),
-        )
-        key = "prompt" if config.data.benchmark else config.data.prompt_key
+        chat = chat_of(config, self.tokenizer)
         self.agents = AgentSetup(rollout, chat)
-        listing = self.agents.listing()
-        self.prompts = PromptDataset(
-            inputs.rows, chat, keys=ColumnKeys(prompt=key), max_prompt_length=1 << 40, listing=listing
-        )
+        self.prompts = prompts_of(config, inputs, chat, self.agents.listing())
         dtype_name = rollout.dtype
         if dtype_name == "auto":
             dtype_name = "bfloat16" if device.type == "cuda" else "float32"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
 from strop.config.schema.training_service import TrainingServiceConfig
+from strop.data.prompts import PromptDataset
 from strop.preflight.device_checks import quantization_findings
 from strop.preflight.model_checks import (
     draft_findings,
@@ -37,7 +38,7 @@ def examine_inference(
 
 def _generation(config: GenerationConfig, report: PreflightReport) -> int | None:
     from strop.inference.generation import check_output
-    from strop.inference.generation_model import open_input_rows
+    from strop.inference.generation_model import chat_of, open_input_rows, prompts_of
 
     tokenizer, findings = find_tokenizer(config.model, key="model.path")
     report.findings += findings or head_findings("model.path", config.model.path, "language")
@@ -51,6 +52,7 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
         )
     try:
         inputs = open_input_rows(config)
+        inputs.table()
     except (ValueError, OSError) as problem:
         report.findings.append(error("data.path", str(problem)))
         return None
@@ -58,9 +60,27 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
         check_output(config, inputs)
     except (ValueError, OSError) as problem:
         report.findings.append(error("data.output_path", str(problem)))
+    if tokenizer is not None and report.ok and config.rollout.multi_turn.tool_config_path is None:
+        report.findings += _prompts(prompts_of(config, inputs, chat_of(config, tokenizer)))
     rows = len(inputs.rows)
     report.data["rows"] = rows
     return rows
+
+
+def _prompts(prompts: PromptDataset) -> list[ConfigFinding]:
+    """An error if no row can be answered, a warning if one of the first cannot."""
+    problem = ""
+    for place in range(len(prompts)):
+        try:
+            unusable = prompts[place].unusable
+        except ValueError as refused:
+            unusable = str(refused)
+        if not unusable:
+            break
+        problem = problem or unusable
+    else:
+        return [error("data.path", f"No row can be answered. The first: {problem}")]
+    return [warning("data.path", f"{problem} It gets no responses.")] if problem else []
 
 
 def _positions(config: GenerationConfig) -> list[ConfigFinding]:

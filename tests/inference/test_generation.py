@@ -336,7 +336,8 @@ def test_a_reward_model_cannot_talk(asked, task, tmp_path):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("rows", "the column 'x' has values of different types"),
+        ("rows", "data.path: .*the column 'x' has values of different types .*in one way"),
+        ("prompts", "data.path: No row can be answered. The first: .*row 0, column 'prompt' is int 1"),
         ("foreign", "was not written by strop generate, so it is not overwritten"),
         ("parts", r"holds finished rows of another job: data\.n_samples was 3 and is 2"),
         ("folder", "cannot be a folder"),
@@ -346,6 +347,9 @@ def test_check_finds_what_generate_would_refuse(asked, task, tmp_path, case, wor
     more = []
     if case == "rows":
         (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "x": 1}\n{"prompt": "2", "x": {"a": 2}}\n')
+        more = [f"data.path={tmp_path}/rows.jsonl"]
+    elif case == "prompts":
+        (tmp_path / "rows.jsonl").write_text('{"prompt": 1}\n{"prompt": null}\n')
         more = [f"data.path={tmp_path}/rows.jsonl"]
     elif case == "foreign":
         (tmp_path / "out.parquet").write_bytes((task / "data" / "train.parquet").read_bytes())
@@ -364,3 +368,9 @@ def test_check_finds_what_generate_would_refuse(asked, task, tmp_path, case, wor
 def test_check_starts_nothing(asked, tmp_path):
     assert preflight("generation", asked) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_check_names_a_row_without_an_answer(asked, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": null}\n{"prompt": "1+1="}\n')
+    assert preflight("generation", [*asked, f"data.path={tmp_path}/rows.jsonl"]) == 0
+    assert "rows.jsonl, row 0: the prompt column 'prompt' is empty" in capsys.readouterr().out
