@@ -67,6 +67,9 @@ def _local(address: str) -> Path:
             f"{address} does not exist. A data set of the Hugging Face hub is named by its files: "
             f"hf://datasets/{address}/FILE.parquet, or the paths of files that were fetched."
         )
+    if found := sorted(path.parent.glob(path.name)) if "*" in path.name else []:
+        listed = ",".join(str(file) for file in found[:20])
+        raise ValueError(f"{address} is no file; patterns are not expanded. List the files: [{listed}].")
     hint = f" The folder {path.parent} does not exist either."
     if path.parent.is_dir():
         hint = did_you_mean(path.name, [file.name for file in path.parent.iterdir()])
@@ -91,6 +94,6 @@ def _download(address: str) -> Path:
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         system.get_file(path, str(part))
         os.replace(part, target)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # what the library of a file system defines: httpx, botocore ...
         raise ValueError(f"{address} cannot be fetched: {type(error).__name__}: {error}") from error
     return target

@@ -134,6 +134,16 @@ def test_remote_files_are_fetched_once_per_version(tmp_path: Path, monkeypatch: 
             open_rows("memory://bucket/none.parquet")
         with pytest.raises(ValueError, match=r"nosuch://a.parquet cannot be fetched"):
             open_rows("nosuch://a.parquet")
+
+        class LibraryError(Exception):
+            """Such as httpx.ConnectError and botocore's, which are no OSError."""
+
+        def unreachable(path: str) -> bool:
+            raise LibraryError("no network")
+
+        monkeypatch.setattr(memory, "isfile", unreachable)
+        with pytest.raises(ValueError, match=r"train.parquet cannot be fetched: LibraryError: no network"):
+            open_rows("memory://bucket/train.parquet")
     finally:
         memory.store.clear()
 
@@ -215,6 +225,8 @@ def test_bad_files_are_named_with_their_cause(tmp_path: Path) -> None:
     rows = subprocess.check_output(csv.partition("Convert it: ")[2].partition(" >")[0], shell=True)
     assert json.loads(rows) == {"question": "1+6", "answer": "07"}
     assert "Decompress it: gunzip " in said("a.jsonl.gz", b"")
+    with pytest.raises(ValueError, match=r"patterns are not expanded\. List the files: \[.*bad\.jsonl,.*\]"):
+        open_rows(f"{tmp_path}/*.jsonl")
     for suffix, content in ((".jsonl", b'{"a": 1}\n'), (".parquet", good.read_bytes())):
         hidden = said(f"not named gz{suffix}", gzip.compress(content))
         assert "is compressed with gzip" in hidden
