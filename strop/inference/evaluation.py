@@ -101,9 +101,9 @@ def evaluate(
     return scored_prompts
 
 
-def try_scorer(config: EvaluationConfig) -> tuple[int, dict[str, str]]:
-    """Score a response of the first prompts of each data source. Returns the number of prompts, and the first
-    error of each source none of which could be scored; raises as `evaluate` if that is all of them."""
+def try_scorer(config: EvaluationConfig) -> dict[str, str]:
+    """Score a response of the first prompts of each data source. Returns the first error of each source none
+    of which could be scored; raises as `evaluate` if that is all of them."""
     prompts = read_responses(config)
     _check_sizes(prompts, config.evaluation.k)
     tried: dict[str, list[ScoredPrompt]] = {}
@@ -116,7 +116,7 @@ def try_scorer(config: EvaluationConfig) -> tuple[int, dict[str, str]]:
     for source, some in tried.items():
         if some and not any(prompt.scored for prompt in some):
             failed[source] = some[0].errors[0]
-    return len(prompts), failed
+    return failed
 
 
 def _scorer(config: EvaluationConfig) -> RewardFunction | RuleScorer:

@@ -20,7 +20,7 @@ from strop.config.compose import Loaded, load
 from strop.config.derived import has_critic, roles
 from strop.config.objective import objective
 from strop.config.rules import ConfigFinding, check, error, warning
-from strop.config.schema.inference import GenerationConfig
+from strop.config.schema.inference import EvaluationConfig, GenerationConfig
 from strop.config.schema.model import OptimConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.supervised import SupervisedConfig
@@ -246,6 +246,10 @@ def main(root: str, arguments: Sequence[str]) -> int:
         sys.stdout.write(PreflightReport(root, findings).to_json() + "\n")
         return 1
     report = examine(loaded)
+    if report.ok and isinstance(loaded.config, EvaluationConfig):
+        from strop.preflight.inference import scoring_findings
+
+        report.findings += scoring_findings(loaded.config)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:

@@ -94,7 +94,7 @@ def _positions(config: GenerationConfig) -> list[ConfigFinding]:
 
 
 def _evaluation(config: EvaluationConfig, report: PreflightReport) -> int | None:
-    from strop.inference.evaluation import open_responses, try_scorer
+    from strop.inference.evaluation import open_responses
 
     own = config.custom_reward_function
     if own.path:
@@ -110,12 +110,20 @@ def _evaluation(config: EvaluationConfig, report: PreflightReport) -> int | None
             report.findings.append(reward_file_finding(own.path, problem))
     try:
         rows = len(open_responses(config))
-        if report.ok:
-            rows, failed = try_scorer(config)
-            for source, reason in failed.items():
-                report.findings.append(warning(f"reward of {source}", reason))
     except (ValueError, OSError) as problem:
         report.findings.append(error("data.path", str(problem)))
         return None
     report.data["rows"] = rows
     return rows
+
+
+def scoring_findings(config: EvaluationConfig) -> list[ConfigFinding]:
+    """What happens to the first responses of each data source, for `strop check`: a run scores all responses,
+    and counts those that cannot be scored."""
+    from strop.inference.evaluation import try_scorer
+
+    try:
+        failed = try_scorer(config)
+    except (ValueError, OSError) as problem:
+        return [error("data.path", str(problem))]
+    return [warning(f"reward of {source}", reason) for source, reason in failed.items()]

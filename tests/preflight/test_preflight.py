@@ -160,26 +160,27 @@ def test_an_evaluation_names_the_key_of_a_missing_reward_file(tmp_path):
     )
 
 
-def test_responses_that_cannot_be_scored(tmp_path):
-    """An error if that is all of them, as in the run; a warning about a data source."""
+def test_responses_that_cannot_be_scored(tmp_path, capsys):
+    """An error if that is all of them, as in the run; a warning about a data source. A run scores all at once."""
     row = {"data_source": "arithmetic", "reward_model": {"ground_truth": "2"}, "responses": ["2"]}
     file = tmp_path / "rows.jsonl"
 
-    def report(*rows):
+    def said(*rows):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return examine(load("evaluation", [f"data.path={file}"]))
+        return main("evaluation", [f"data.path={file}"]), " ".join(capsys.readouterr().out.split())
 
     mine = {**row, "data_source": "mine"}
-    for bad, said in (
+    for bad, words in (
         (mine, "No rule scorer knows the data source 'mine'"),
         ({**row, "responses": [2]}, "The response is int, not text"),
         ({**row, "responses": []}, "No row has a response"),
     ):
-        found = errors(report(bad, bad))
-        assert said in found["data.path"], found
-    mixed = report(row, mine)
-    assert mixed.ok and "No rule scorer" in warnings(mixed)["reward of mine"]
-    assert not warnings(report(row, {**row, "responses": [2]}))
+        code, text = said(bad, bad)
+        assert code == 1 and "error data.path: " in text and words in text, text
+        assert examine(load("evaluation", [f"data.path={file}"])).ok
+    code, text = said(row, mine)
+    assert code == 0 and "warning reward of mine: ValueError: No rule scorer" in text, text
+    assert "warning" not in said(row, {**row, "responses": [2]})[1]
 
 
 def test_a_reward_file_that_exits_while_it_is_imported(overrides, tmp_path):
