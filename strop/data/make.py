@@ -137,10 +137,10 @@ def arithmetic(
     limit = 10**digits
     if largest is not None:
         limit = largest + 1
-    width = 0
-    if padded:
-        width = len(str(limit - 1))
+    width = len(str(limit - 1)) if padded else 0
     space = limit * limit * len(operators)
+    if space > sys.maxsize:
+        raise ValueError("--digits or --largest: numbers so large cannot be drawn. Set at most 9 digits.")
     if size + test_size > space:
         raise ValueError(
             f"There are only {space} different problems of numbers up to {limit - 1} with {operators!r}, but "
@@ -302,12 +302,12 @@ def _parser() -> argparse.ArgumentParser:
         help="files to convert, or folders of them; local or fsspec addresses",
     )
     parser.add_argument(
-        "--size", type=_count, help="at most this many training rows, drawn at random (arithmetic: 5000)"
+        "--size", type=count, help="at most this many training rows, drawn at random (arithmetic: 5000)"
     )
-    parser.add_argument("--test-size", type=_count, help="at most this many test rows (arithmetic: 500)")
+    parser.add_argument("--test-size", type=count, help="at most this many test rows (arithmetic: 500)")
     parser.add_argument("--seed", type=int, default=0, help="of every random choice")
-    parser.add_argument("--digits", type=_count, default=2, help="arithmetic: most digits of a number")
-    parser.add_argument("--largest", type=_count, help="arithmetic: largest number, instead of --digits")
+    parser.add_argument("--digits", type=count, default=2, help="arithmetic: most digits of a number")
+    parser.add_argument("--largest", type=count, help="arithmetic: largest number, instead of --digits")
     parser.add_argument(
         "--padded", action="store_true", help="arithmetic: write 7 as 07 where numbers have two digits"
     )
@@ -315,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")

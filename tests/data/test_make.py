@@ -136,6 +136,8 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ValueError, match=r"only 100 different problems of numbers up to 9 with '\+', but 5500"
     ):
         main(["arithmetic", "--digits", "1", *out])
+    with pytest.raises(ValueError, match=r"numbers so large cannot be drawn\. Set at most 9 digits"):
+        main(["arithmetic", "--digits", "10", *out])
     with pytest.raises(ValueError, match=r"'/' is not one of \+ - \*"):
         main(["arithmetic", "--operators", "/", *out])
     wrong = lines(tmp_path / "train.jsonl", [{"qestion": "a", "answer": "b"}])
@@ -160,8 +162,10 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(ValueError, match=r"--out .*p\.jsonl is a file"):
         main(["arithmetic", "--out", str(tmp_path / "p.jsonl")])
     assert main(["gsm9k", *out]) == 2 and main(["arithmetic", "--size", "0", *out]) == 2
+    assert main(["arithmetic", "--size", "x", *out]) == 2
     assert main(["--help"]) == 0
-    assert "invalid choice: 'gsm9k'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "invalid choice: 'gsm9k'" in said and "--size: invalid count value: 'x'" in said
 
 
 def test_aime_as_it_is_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
