@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import json
 import os
 import weakref
-from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -21,164 +22,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from strop.data.chat import has_escaped_surrogate, refuse_surrogates
 from strop.data.fetch import fetch, row_format
-from strop.data.json_rows import (
-    RepeatedKey,
-    as_row,
-    has_escaped_surrogate,
-    parse,
-    repeated,
-    repeated_in_array,
-    text_of,
-)
+from strop.data.row_files import ParquetFile, Row, RowFile, corrupt
 
 if TYPE_CHECKING:
     import pyarrow
 
-Row = dict[str, Any]
 RowSource = Sequence[Any]  # `FileRows`, or a user's data set of dictionaries or finished items
-FINGERPRINT_BYTES = 1 << 16  # of each end of a file
-PARQUET_BATCH = 8192  # rows
-NESTED_BATCH = 64  # rows, of which a list column may hold 32 MiB each
 
 
-class RowFile(ABC):
-    """The rows of one file, by index."""
-
-    def __init__(self, address: str, path: Path):
-        self.address = address
-        self.path = path
-        self._fingerprint = _fingerprint(path)
-
-    columns: list[str]
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __getitem__(self, row: int) -> Row: ...
-
-    @abstractmethod
-    def column(self, name: str) -> Iterator[object]:
-        """Yield the values of one column; None for rows without it."""
-
-    def table(self) -> pyarrow.Table:
-        """Return all rows as one Arrow table."""
-        import pyarrow
-
-        columns = {}
-        for name in self.columns:
-            try:
-                columns[name] = pyarrow.array(list(self.column(name)))
-            except (pyarrow.ArrowException, OverflowError) as error:
-                reason = " ".join(str(error).split())[:200]
-                raise ValueError(
-                    f"{self.address}: the column {name!r} has values of different types ({reason}), which a "
-                    "parquet file cannot hold. Write those of all rows in one way."
-                ) from error
-        return pyarrow.table(columns)
-
-    @property
-    def stem(self) -> str:
-        """The file name without its extension."""
-        return Path(self.address.rpartition("/")[2]).stem
-
-    def fingerprint(self) -> str:
-        """Return a hash of the file as it was opened. Rows are those of that file, whatever takes its place
-        during a run."""
-        return self._fingerprint
+class RepeatedKey(ValueError):
+    """An object has a key twice; the argument is the key."""
 
 
-class ParquetFile(RowFile):
-    """A parquet file; its table is read at the first row."""
-
-    def __init__(self, address: str, path: Path):
-        super().__init__(address, path)
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            self._rows = int(pyarrow.parquet.read_metadata(path).num_rows)
-            if self._rows < 0:
-                raise ValueError(f"it says that it has {self._rows} rows")
-            self.columns = list(pyarrow.parquet.read_schema(path).names)
-        except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
-            raise _corrupt(address, "parquet", error) from error
-        if twice := [name for name in self.columns if self.columns.count(name) > 1]:
-            raise ValueError(f"{address} has several columns {twice[0]!r}. Rename or remove all but one.")
-        self._table: pyarrow.Table | None = None
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, row: int) -> Row:
-        if self._table is None:
-            self._table = self._read(None)
-        try:
-            rows: list[Row] = self._table.slice(row, 1).to_pylist(maps_as_pydicts="lossy")
-        except (ValueError, OverflowError) as error:  # a date that Python has not
-            raise _corrupt(self.address, "parquet", error, row) from error
-        return rows[0]
-
-    def column(self, name: str) -> Iterator[object]:
-        if name not in self.columns:
-            yield from [None] * len(self)
-            return
-        for batch in self._read([name]).to_batches(max_chunksize=PARQUET_BATCH):
-            try:
-                yield from batch.column(0).to_pylist(maps_as_pydicts="lossy")
-            except (ValueError, OverflowError) as error:
-                raise _corrupt(self.address, f"parquet (column {name!r})", error) from error
-
-    def table(self) -> pyarrow.Table:
-        return self._read(None)
-
-    def _read(self, columns: list[str] | None) -> pyarrow.Table:
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            try:
-                table = pyarrow.parquet.read_table(
-                    self.path, columns=columns, memory_map=True, partitioning=None
-                )
-            except pyarrow.ArrowNotImplementedError:
-                # Arrow decodes a row group at once, and refuses lists of more than 2 GiB (images, messages).
-                table = self._read_in_batches(columns)
-            table.validate(full=True)  # else invalid UTF-8 raises at its row, in the middle of a run
-            kinds = pyarrow.schema(map(_in_microseconds, table.schema))
-            return table if table.schema.equals(kinds) else table.cast(kinds, safe=False)
-        except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
-            raise _corrupt(self.address, "parquet", error) from error
-
-    def _read_in_batches(self, columns: list[str] | None) -> pyarrow.Table:
-        import pyarrow
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(self.path, memory_map=True) as file:
-            return pyarrow.Table.from_batches(list(file.iter_batches(NESTED_BATCH, columns=columns)))
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_table": None}  # worker processes read the file themselves
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedKey(next(name for name in names if names.count(name) > 1))
+    return made
 
 
-def _in_microseconds(field: pyarrow.Field) -> pyarrow.Field:
-    """A column with times in microseconds. Python's have no nanoseconds, which pandas writes."""
-    import pyarrow
-
-    kind = field.type
-    types = pyarrow.types
-    if types.is_timestamp(kind) and kind.unit == "ns":
-        return field.with_type(pyarrow.timestamp("us", kind.tz))
-    if types.is_duration(kind) and kind.unit == "ns":
-        return field.with_type(pyarrow.duration("us"))
-    if types.is_time64(kind):
-        return field.with_type(pyarrow.time64("us"))
-    if types.is_list(kind):
-        return field.with_type(pyarrow.list_(_in_microseconds(kind.value_field)))
-    if types.is_struct(kind):
-        return field.with_type(pyarrow.struct(list(map(_in_microseconds, kind))))
-    return field
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 class JsonLinesFile(RowFile):
@@ -214,12 +80,12 @@ class JsonLinesFile(RowFile):
                 "are lost. Start again, and write new data to another file."
             )
         try:
-            value = parse(text_of(line))
+            value = _parse(_text_of(line))
         except RepeatedKey as error:
-            raise repeated(f"{self.address}, row {row} (line {self._line(start)})", error) from error
+            raise _repeated(f"{self.address}, row {row} (line {self._line(start)})", error) from error
         except (ValueError, RecursionError) as error:
-            raise _corrupt(self.address, "json", error, row) from error
-        return as_row(value, self.address, row, has_escaped_surrogate(line))
+            raise corrupt(self.address, "json", error, row) from error
+        return _as_row(value, self.address, row, has_escaped_surrogate(line))
 
     def _line(self, position: int) -> int:
         """The number of the line that begins at a byte."""
@@ -241,14 +107,14 @@ class JsonArrayFile(RowFile):
         super().__init__(address, path)
         try:
             data = path.read_bytes()
-            text = text_of(data)
-            values = parse(text)
+            text = _text_of(data)
+            values = _parse(text)
         except RepeatedKey as error:
-            raise repeated_in_array(text, address) from error
+            raise _repeated_in_array(text, address) from error
         except (ValueError, RecursionError) as error:
-            raise _corrupt(address, "json", error) from error
+            raise corrupt(address, "json", error) from error
         risky = has_escaped_surrogate(data)
-        self._rows = [as_row(value, address, row, risky) for row, value in enumerate(values)]
+        self._rows = [_as_row(value, address, row, risky) for row, value in enumerate(values)]
         self.columns = list(dict.fromkeys(chain.from_iterable(self._rows)))
 
     def __len__(self) -> int:
@@ -314,7 +180,7 @@ class FileRows(Sequence[Row]):
 
     def fingerprint(self) -> str:
         """Return a hash that changes with any of the files."""
-        return hashlib.sha256("".join(file.fingerprint() for file in self.files).encode()).hexdigest()[:16]
+        return hashlib.sha256("".join(file.fingerprint for file in self.files).encode()).hexdigest()[:16]
 
 
 def addresses(files: str | Sequence[str] | None, *, key: str = "data.train_files") -> list[str]:
@@ -361,6 +227,51 @@ def count_rows(files: str | Sequence[str]) -> int:
     return total
 
 
+def _text_of(data: bytes) -> str:
+    """The text of a file or a line in UTF-8."""
+    return data.removeprefix(BOM_UTF8).decode()  # the codec utf-8-sig is one of Python, and slower
+
+
+def _parse(text: str) -> Any:
+    """The value of a JSON text; RepeatedKey or another ValueError if it has none."""
+    return _DECODER.decode(text)
+
+
+def _repeated(where: str, error: RepeatedKey) -> ValueError:
+    """The error about a row that has a key twice."""
+    return ValueError(
+        f"{where} has the key {error.args[0]!r} twice in one object, so that one of the two values would be "
+        "lost. Rename or remove one."
+    )
+
+
+def _repeated_in_array(text: str, address: str) -> ValueError:
+    """The error about the first row of a JSON array that has a key twice."""
+    row = 0
+    place = text.index("[") + 1
+    while True:
+        while text[place] in ", \t\r\n":
+            place += 1
+        try:
+            _, end = _DECODER.raw_decode(text, place)
+        except RepeatedKey as error:
+            line = text.count("\n", 0, place) + 1
+            return _repeated(f"{address}, row {row} (line {line})", error)
+        place = end
+        row += 1
+
+
+def _as_row(value: object, address: str, row: int, risky: bool) -> dict[str, Any]:
+    """A parsed value as a row; ValueError if it is none. `risky`: whether its text names a surrogate."""
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{address}, row {row} is a JSON {type(value).__name__}; a row is an object with columns as keys."
+        )
+    if risky:
+        refuse_surrogates(value, f"{address}, row {row}")
+    return value
+
+
 def _first_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         while chunk := file.read(4096):
@@ -380,20 +291,3 @@ def _line_spans(path: Path) -> NDArray[np.int64]:
                 spans.append((position, position + len(line)))
             position += len(line)
     return np.asarray(spans, dtype=np.int64).reshape(-1, 2)
-
-
-def _fingerprint(path: Path) -> str:
-    """A hash that changes with the file; of its size and both ends (a parquet footer lists all pages)."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        digest.update(file.read(FINGERPRINT_BYTES))
-        file.seek(max(0, size - FINGERPRINT_BYTES))
-        digest.update(file.read())
-    return digest.hexdigest()[:16]
-
-
-def _corrupt(address: str, kind: str, error: BaseException, row: int | None = None) -> ValueError:
-    where = address if row is None else f"{address}, row {row}"
-    reason = " ".join(str(error).split())[:300]
-    return ValueError(f"{where} cannot be read as {kind}: {type(error).__name__}: {reason}")

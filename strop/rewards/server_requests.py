@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from strop.data.json_rows import lone_surrogate
+from strop.data.chat import lone_surrogate
 
 if TYPE_CHECKING:
     from fastapi import Request

@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strop.data.fetch import fetch
-from strop.data.files import ParquetFile, count_rows, open_file, open_rows
+from strop.data.files import count_rows, open_file, open_rows
+from strop.data.row_files import ParquetFile
 from tests.http_servers import PatientServer
 
 ROWS = [
@@ -280,19 +281,19 @@ def test_missing_files_suggest_their_neighbours(tmp_path: Path) -> None:
 def test_a_file_that_is_replaced_during_a_run_keeps_its_fingerprint(tmp_path: Path) -> None:
     """Its rows are those that were opened: a checkpoint must not take the new file for them."""
     file = open_file(write(tmp_path / "a.parquet", ROWS))
-    first = file.fingerprint()
+    first = file.fingerprint
     assert file[0]
     Path(write(tmp_path / "b.parquet", ROWS[:1])).replace(tmp_path / "a.parquet")
-    assert file.fingerprint() == first != open_file(str(tmp_path / "a.parquet")).fingerprint()
+    assert file.fingerprint == first != open_file(str(tmp_path / "a.parquet")).fingerprint
     (tmp_path / "a.parquet").unlink()
-    assert file.fingerprint() == first
+    assert file.fingerprint == first
 
 
 def test_a_fingerprint_follows_the_content(tmp_path: Path) -> None:
-    first = open_file(write(tmp_path / "a.parquet", ROWS)).fingerprint()
-    assert open_file(write(tmp_path / "b.parquet", ROWS)).fingerprint() == first
+    first = open_file(write(tmp_path / "a.parquet", ROWS)).fingerprint
+    assert open_file(write(tmp_path / "b.parquet", ROWS)).fingerprint == first
     assert (
-        open_file(write(tmp_path / "a.parquet", [*ROWS[:-1], {**ROWS[-1], "prompt": "9+9="}])).fingerprint()
+        open_file(write(tmp_path / "a.parquet", [*ROWS[:-1], {**ROWS[-1], "prompt": "9+9="}])).fingerprint
         != first
     )
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.data.chat import Chat
+from strop.data.chat import Chat, has_escaped_surrogate, lone_surrogate, refuse_surrogates
 from strop.data.files import open_file, open_rows
-from strop.data.json_rows import has_escaped_surrogate, lone_surrogate, refuse_surrogates
 from strop.data.schema import ColumnKeys, read_row
 from strop.quickstart.tiny_model import tiny_tokenizer
 
