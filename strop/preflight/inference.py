@@ -12,6 +12,7 @@ from strop.preflight.model_checks import (
     find_tokenizer,
     head_findings,
     local_model_config,
+    lora_findings,
     reward_file_finding,
 )
 from strop.preflight.position_checks import response_position_findings
@@ -45,6 +46,7 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
     report.findings += quantization_findings("rollout", config.rollout, config.trainer.device)
     if report.ok:
         report.findings += draft_findings("rollout", config.rollout, config.model)
+        report.findings += lora_findings(config.model, "model")
         report.findings += _positions(config)
     if tokenizer is not None:
         report.findings += template_findings(

@@ -52,10 +52,18 @@ def local_model_config(model: ModelConfig) -> PreTrainedConfig | None:
 
 
 def lora_findings(model: ModelConfig, key: str) -> list[ConfigFinding]:
-    """An error if lora_rank is larger than every matrix of a model on this machine. In a decoder one side of
-    each matrix is the hidden size or smaller."""
+    """An error if lora_adapter_path holds no adapter that can be trained, or if lora_rank is larger than
+    every matrix of a model on this machine. In a decoder one side of each matrix is the hidden size or
+    smaller."""
+    from strop.models.adapter_files import check_adapter_folder
     from strop.models.lora import rank_message
 
+    if path := model.lora_adapter_path:
+        try:
+            check_adapter_folder(Path(path).expanduser(), path, only_lora=True)
+        except (ValueError, OSError) as problem:
+            named = str(problem).removeprefix(f"lora_adapter_path={path!r} ")
+            return [error(f"{key}.lora_adapter_path", named)]
     if model.lora_rank <= 0 or model.lora_adapter_path:
         return []
     try:
@@ -177,6 +185,8 @@ def find_tokenizer(
 ) -> tuple[PreTrainedTokenizerBase | None, list[ConfigFinding]]:
     """The tokenizer if it is on this machine. A model that would have to be downloaded gives a warning."""
     place = model.tokenizer_path or model.path
+    if model.tokenizer_path:
+        key = key.removesuffix("path") + "tokenizer_path"
     assert place is not None, "a missing model.path is an error of the configuration"
     from strop.models.load import is_path
 

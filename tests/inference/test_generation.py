@@ -341,6 +341,7 @@ def test_a_reward_model_cannot_talk(asked, task, tmp_path):
         ("foreign", "was not written by strop generate, so it is not overwritten"),
         ("parts", r"holds finished rows of another job: data\.n_samples was 3 and is 2"),
         ("folder", "cannot be a folder"),
+        ("adapter", "model.lora_adapter_path: holds no adapter"),
     ],
 )
 def test_check_finds_what_generate_would_refuse(asked, task, tmp_path, case, words, capsys):
@@ -351,6 +352,8 @@ def test_check_finds_what_generate_would_refuse(asked, task, tmp_path, case, wor
     elif case == "prompts":
         (tmp_path / "rows.jsonl").write_text('{"prompt": 1}\n{"prompt": null}\n')
         more = [f"data.path={tmp_path}/rows.jsonl"]
+    elif case == "adapter":
+        more = [f"model.lora_adapter_path={tmp_path}"]
     elif case == "foreign":
         (tmp_path / "out.parquet").write_bytes((task / "data" / "train.parquet").read_bytes())
     elif case == "parts":

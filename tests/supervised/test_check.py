@@ -237,9 +237,14 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
         assert (
             "it holds a classifier (LlamaForSequenceClassification), but a language model is needed" in found
         )
-    for key in ("model.path", "ref.path"):  # one error each
+    for key in ("model.path", "ref.path", "model.tokenizer_path"):  # one error each
         found = errors("dpo", settings(small, tmp_path / "run", "dpo"), f"{key}=nowhere/")
         assert re.fullmatch(f"{key}: (there is no folder nowhere|nowhere/ does not exist)[.]", found), found
+    for verb in ("sft", "dpo"):
+        found = errors(
+            verb, settings(small, tmp_path / "run", verb), f"model.lora_adapter_path={small}/model"
+        )
+        assert found == "model.lora_adapter_path: holds no adapter: there is no adapter_config.json in it."
     config = LlamaConfig(
         vocab_size=17,
         hidden_size=32,
