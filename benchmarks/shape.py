@@ -123,10 +123,12 @@ def import_cycles(modules: dict[str, Module]) -> list[list[str]]:
             cycles.append(sorted(stack[start:]))
         del stack[start:]
 
+    limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10_000)
     for name in modules:
         if name not in index:
             visit(name)
+    sys.setrecursionlimit(limit)  # that of the process, in which other tests run
     return cycles
 
 

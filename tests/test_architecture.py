@@ -159,7 +159,9 @@ def test_the_search_for_cycles_finds_one():
     module = shape().Module
     names = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
     made = {name: module(name, Path(name), 1, 1, [], imports=others) for name, others in names.items()}
+    limit = sys.getrecursionlimit()
     assert shape().import_cycles(made) == [["b", "c"]]
+    assert sys.getrecursionlimit() == limit
 
 
 def test_a_program_begins_after_all_of_its_file_is_defined():
