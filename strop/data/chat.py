@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 from strop.data.image_files import UnusableImages
 from strop.data.images import ImageProcessor
 from strop.data.templates.forms import (
-    Forms,
-    as_parts,
     forms_of,
     opening_advice,
     refuse_lost_parts,
@@ -147,30 +145,16 @@ class Chat:
             end = match.end()
         return "".join([*found, text[end:]])
 
-    def _forms(self) -> Forms:
-        return forms_of(self.tokenizer, self.template, str(self.tokenizer.chat_template))
-
-    def _for_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages in the forms that the template reads."""
-        forms = self._forms()
-        if not forms.needs_parts and all(map(_is_text, messages)):
-            return [dict(message) for message in messages]
-        found = forms.fitted(messages)
-        has_parts = any(isinstance(message.get("content"), list) for message in found)
-        if has_parts and "is string" not in str(self.template or self.tokenizer.chat_template):
-            for message in found:
-                if isinstance(message.get("content"), str) and message["role"] not in forms.needs_text:
-                    message["content"] = as_parts(message["content"])
-        return found
-
     def _render(self, messages: Sequence[Message], generate: bool, tools: Tools | None) -> str:
         if self.plain:
             return "".join(self._plain_text(message) for message in messages)
+        own = str(self.tokenizer.chat_template)
+        forms = forms_of(self.tokenizer, self.template, own)
         try:
             rendered = self.tokenizer.apply_chat_template(
-                self._for_template(messages),
+                forms.fitted(messages, self.template or own),
                 tools=list(tools or self.tools or []) or None,  # type: ignore[arg-type]
-                chat_template=with_preamble(self.tokenizer, self.template, self._forms().preamble),
+                chat_template=with_preamble(self.tokenizer, self.template, forms.preamble),
                 add_generation_prompt=generate,
                 tokenize=False,
                 **self.kwargs,
@@ -326,11 +310,6 @@ class Chat:
 
     def _decode(self, token: int) -> str:
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
-
-
-def _is_text(message: Message) -> bool:
-    """Whether a message is a text and nothing else."""
-    return isinstance(message.get("content"), str) and "tool_calls" not in message
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, further: Sequence[int] | int | None = None) -> set[int]:

@@ -71,9 +71,17 @@ class Forms:
     preamble: str = ""
     """Must go before the template: KEEP_NO_CONTENT or nothing."""
 
-    def fitted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def fitted(self, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
         """Return the messages in the forms that the template reads."""
-        return [self._fitted(message) for message in messages]
+        if not self.needs_parts and all(map(_is_plain, messages)):
+            return [dict(message) for message in messages]
+        found = [self._fitted(message) for message in messages]
+        has_parts = any(isinstance(message.get("content"), list) for message in found)
+        if has_parts and "is string" not in template:
+            for message in found:
+                if isinstance(message.get("content"), str) and message["role"] not in self.needs_text:
+                    message["content"] = as_parts(message["content"])
+        return found
 
     def _fitted(self, message: Message) -> dict[str, Any]:
         found = dict(message)
@@ -199,6 +207,11 @@ class _Probe:
         except template_errors():
             return None
         return str(written)
+
+
+def _is_plain(message: Message) -> bool:
+    """Whether a message is a text and nothing else."""
+    return isinstance(message.get("content"), str) and "tool_calls" not in message
 
 
 def _is_text(parts: list[Any]) -> bool:
