@@ -150,11 +150,14 @@ class Chat:
             return "".join(self._plain_text(message) for message in messages)
         own = str(self.tokenizer.chat_template)
         forms = forms_of(self.tokenizer, self.template, own)
+        plain = not forms.needs_parts and all(map(_is_plain, messages))
         try:
             rendered = self.tokenizer.apply_chat_template(
-                forms.fitted(messages, self.template or own),
+                list(map(dict, messages)) if plain else forms.fitted(messages, self.template or own),
                 tools=list(tools or self.tools or []) or None,  # type: ignore[arg-type]
-                chat_template=with_preamble(self.tokenizer, self.template, forms.preamble),
+                chat_template=self.template
+                if plain
+                else with_preamble(self.tokenizer, self.template, forms.preamble),
                 add_generation_prompt=generate,
                 tokenize=False,
                 **self.kwargs,
@@ -310,6 +313,11 @@ class Chat:
 
     def _decode(self, token: int) -> str:
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
+
+
+def _is_plain(message: Message) -> bool:
+    """Whether a message is a text and nothing else."""
+    return isinstance(message.get("content"), str) and "tool_calls" not in message
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, further: Sequence[int] | int | None = None) -> set[int]:

@@ -73,8 +73,6 @@ class Forms:
 
     def fitted(self, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
         """Return the messages in the forms that the template reads."""
-        if not self.needs_parts and all(map(_is_plain, messages)):
-            return [dict(message) for message in messages]
         found = [self._fitted(message) for message in messages]
         has_parts = any(isinstance(message.get("content"), list) for message in found)
         if has_parts and "is string" not in template:
@@ -207,11 +205,6 @@ class _Probe:
         except template_errors():
             return None
         return str(written)
-
-
-def _is_plain(message: Message) -> bool:
-    """Whether a message is a text and nothing else."""
-    return isinstance(message.get("content"), str) and "tool_calls" not in message
 
 
 def _is_text(parts: list[Any]) -> bool:
